@@ -1,0 +1,193 @@
+"""Triton kernels of attention over chosen pages: partial softmax per split, then one combination.
+
+Bytes: the chosen keys and values, read once, ``2 * slots * P * d`` entries per (row, KV head). The G query heads of a
+KV head share each load.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..backend import interpreting
+
+# Enough programs to fill any current GPU; a split below four pages is not worth its combination.
+_TARGET_PROGRAMS = 512
+_MIN_PAGES_PER_SPLIT = 4
+
+
+@triton.jit
+def _attend_split_kernel(
+    query_ptr,
+    keys_ptr,
+    values_ptr,
+    pages_ptr,
+    lengths_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    scaling,
+    slots,
+    slots_per_split,
+    n_splits,
+    stride_query_row,
+    stride_query_head,
+    stride_kv_row,
+    stride_kv_head,
+    stride_kv_token,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    split = tl.program_id(0)
+    row_head = tl.program_id(1).to(tl.int64)
+    row = row_head // H
+    head = row_head % H
+    group = tl.arange(0, BLOCK_G)
+    channel = tl.arange(0, BLOCK_D)
+    m_group = group < G
+    m_channel = channel < D
+    p_query = query_ptr + row * stride_query_row + (head * G + group)[:, None] * stride_query_head + channel[None, :]
+    b_query = tl.load(p_query, mask=m_group[:, None] & m_channel[None, :], other=0.0)
+    if UPCAST:
+        b_query = b_query.to(tl.float32)
+    length = tl.load(lengths_ptr + row)
+    p_head = row * stride_kv_row + head * stride_kv_head
+
+    b_max = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
+    b_sum = tl.zeros((BLOCK_G,), dtype=tl.float32)
+    b_out = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
+    first = split * slots_per_split
+    last = tl.minimum(first + slots_per_split, slots)
+    offset = tl.arange(0, BLOCK_N)
+    for start in range(first, last, BLOCK_N // P):
+        slot = start + offset // P
+        page = tl.load(pages_ptr + row_head * slots + slot, mask=slot < last, other=-1)
+        token = page.to(tl.int64) * P + offset % P
+        real = (page >= 0) & (token < length)
+        m_token = real[:, None] & m_channel[None, :]
+        o_token = p_head + token[:, None] * stride_kv_token + channel[None, :]
+        b_key = tl.load(keys_ptr + o_token, mask=m_token, other=0.0)
+        if UPCAST:
+            b_key = b_key.to(tl.float32)
+        b_logit = tl.dot(b_query, tl.trans(b_key), input_precision="ieee").to(tl.float32) * scaling
+        b_logit = tl.where(real[None, :], b_logit, float("-inf"))
+        larger = tl.maximum(b_max, tl.max(b_logit, axis=1))
+        safe = tl.where(larger == float("-inf"), 0.0, larger)
+        b_weight = tl.exp(b_logit - safe[:, None])
+        rescale = tl.exp(b_max - safe)
+        b_value = tl.load(values_ptr + o_token, mask=m_token, other=0.0)
+        if UPCAST:
+            b_value = b_value.to(tl.float32)
+        b_out = b_out * rescale[:, None]
+        b_out += tl.dot(b_weight.to(b_value.dtype), b_value, input_precision="ieee")
+        b_sum = b_sum * rescale + tl.sum(b_weight, axis=1)
+        b_max = larger
+
+    # A split of empty slots only has sum 0: it stores a zero output with log-sum-exp -inf, which weighs nothing.
+    b_lse = tl.where(b_sum > 0, b_max + tl.log(tl.where(b_sum > 0, b_sum, 1.0)), float("-inf"))
+    b_lse = tl.where(b_sum != b_sum, float("nan"), b_lse)
+    b_out = b_out / tl.where(b_sum == 0, 1.0, b_sum)[:, None]
+    o_partial = (row_head * n_splits + split) * G + group
+    tl.store(partial_lse_ptr + o_partial, b_lse, mask=m_group)
+    p_out = partial_out_ptr + o_partial[:, None] * D + channel[None, :]
+    tl.store(p_out, b_out, mask=m_group[:, None] & m_channel[None, :])
+
+
+@triton.jit
+def _attend_combine_kernel(
+    partial_out_ptr,
+    partial_lse_ptr,
+    out_ptr,
+    n_splits,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row_head = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1)
+    channel = tl.arange(0, BLOCK_D)
+    m_channel = channel < D
+    total_max = tl.full((), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((), dtype=tl.float32)
+    b_out = tl.zeros((BLOCK_D,), dtype=tl.float32)
+    for split in range(n_splits):
+        o_partial = (row_head * n_splits + split) * G + g
+        lse = tl.load(partial_lse_ptr + o_partial)
+        b_part = tl.load(partial_out_ptr + o_partial * D + channel, mask=m_channel, other=0.0)
+        larger = tl.maximum(total_max, lse, propagate_nan=tl.PropagateNan.ALL)
+        safe = tl.where(larger == float("-inf"), 0.0, larger)
+        rescale = tl.exp(total_max - safe)
+        weight = tl.exp(lse - safe)
+        b_out = b_out * rescale + weight * b_part
+        total = total * rescale + weight
+        total_max = larger
+    b_out = b_out / tl.where(total == 0, 1.0, total)  # a row without tokens gives zeros
+    p_out = out_ptr + (row_head * G + g) * D + channel
+    tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_channel)
+
+
+def attend_triton(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    page_size: int,
+    scaling: float,
+) -> torch.Tensor:
+    """Launch the kernels; arguments and result as in :func:`locks_hf.kernels.attend.attend`."""
+    batch, n_kv_heads, _, head_dim = keys.shape
+    if keys.stride() != values.stride() or keys.stride(-1) != 1:
+        keys, values = keys.contiguous(), values.contiguous()
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    pages = pages.contiguous()
+    group, slots = query.shape[1] // n_kv_heads, pages.shape[-1]
+    block_tokens = max(64 if head_dim <= 128 else 32, page_size)
+    pages_per_block = block_tokens // page_size
+    splits = min(triton.cdiv(_TARGET_PROGRAMS, batch * n_kv_heads), triton.cdiv(slots, _MIN_PAGES_PER_SPLIT))
+    slots_per_split = triton.cdiv(triton.cdiv(slots, splits), pages_per_block) * pages_per_block
+    n_splits = triton.cdiv(slots, slots_per_split)
+
+    device = query.device
+    partial_out = torch.empty((batch * n_kv_heads, n_splits, group, head_dim), dtype=torch.float32, device=device)
+    partial_lse = torch.empty((batch * n_kv_heads, n_splits, group), dtype=torch.float32, device=device)
+    out = torch.empty((batch, n_kv_heads * group, head_dim), dtype=query.dtype, device=device)
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    _attend_split_kernel[(n_splits, batch * n_kv_heads)](
+        query,
+        keys,
+        values,
+        pages,
+        lengths,
+        partial_out,
+        partial_lse,
+        scaling,
+        slots,
+        slots_per_split,
+        n_splits,
+        query.stride(0),
+        query.stride(1),
+        keys.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        H=n_kv_heads,
+        G=group,
+        BLOCK_G=max(16, triton.next_power_of_2(group)),
+        D=head_dim,
+        BLOCK_D=block_d,
+        P=page_size,
+        BLOCK_N=block_tokens,
+        UPCAST=interpreting() and query.dtype == torch.bfloat16,  # the interpreter cannot multiply bf16 matrices
+        num_warps=4,
+    )
+    _attend_combine_kernel[(batch * n_kv_heads, group)](
+        partial_out, partial_lse, out, n_splits, G=group, D=head_dim, BLOCK_D=block_d, num_warps=1
+    )
+    return out

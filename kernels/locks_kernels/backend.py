@@ -1,0 +1,97 @@
+"""Which implementation runs: the Triton kernels or the torch references."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+try:
+    import triton
+except ImportError:
+    triton = None
+
+OPS = ("summarize", "score", "select", "attend")
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
+MIN_CAPABILITY = (8, 0)
+_CHOICES = ("auto", "reference")
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in the CPU interpreter (``TRITON_INTERPRET=1`` when Triton was imported)."""
+    return triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+def _choice() -> str:
+    choice = os.environ.get("LOCKS_KERNELS", "auto")
+    if choice not in _CHOICES:
+        raise ValueError(f"LOCKS_KERNELS must be one of {_CHOICES}, got {choice!r}")
+    return choice
+
+
+def _cuda_obstacle(device: torch.device) -> str | None:
+    """Why the Triton kernels cannot run on this CUDA device, or ``None`` if they can."""
+    if triton is None:
+        return "the package triton is not installed (pip install triton)"
+    if torch.version.hip is not None:
+        return "ROCm devices are untested"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        return f"{name} has compute capability {capability[0]}.{capability[1]}, the kernels need 8.0 or later"
+    return None
+
+
+def use_triton(device: torch.device) -> bool:
+    """Whether an op on ``device`` runs its Triton kernel.
+
+    CPU and other non-CUDA devices take the torch reference, unless Triton is in interpreter mode. The environment
+    variable ``LOCKS_KERNELS=reference`` forces the reference everywhere.
+
+    Raises:
+        ValueError: On a CUDA device that cannot run the kernels, rather than falling back silently.
+    """
+    if _choice() == "reference":
+        return False
+    if device.type == "cuda":
+        obstacle = _cuda_obstacle(device)
+        if obstacle is not None:
+            raise ValueError(
+                f"the Locks kernels cannot run on {device}: {obstacle}. Set LOCKS_KERNELS=reference to use the much "
+                "slower torch reference instead"
+            )
+        return True
+    return device.type == "cpu" and interpreting()
+
+
+def check_head_dim_and_dtype(head_dim: int, dtype: torch.dtype) -> None:
+    """Refuse keys and values that the kernels do not support.
+
+    Raises:
+        ValueError: If ``head_dim`` is not a multiple of 8 from 8 to 256, or ``dtype`` is not fp32, bf16 or fp16.
+    """
+    if head_dim % 8 or not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"head_dim {head_dim} has no kernel: Locks supports multiples of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+        )
+    if dtype not in SUPPORTED_DTYPES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
+        raise ValueError(f"keys and values of {dtype} have no kernel: load the model in one of {names}")
+
+
+def kernel_status() -> list[tuple[str, bool, str]]:
+    """For each op: its name, whether its Triton kernel runs on this machine, and why or why not."""
+    if _choice() == "reference":
+        usable, reason = False, "LOCKS_KERNELS=reference is set"
+    elif torch.cuda.is_available():
+        obstacle = _cuda_obstacle(torch.device("cuda"))
+        usable, reason = obstacle is None, obstacle or torch.cuda.get_device_name()
+    elif interpreting():
+        usable, reason = (
+            True,
+            "CPU, in the Triton interpreter (TRITON_INTERPRET is set): for tests, very slow",
+        )
+    else:
+        usable, reason = False, "no CUDA device: the torch reference runs instead"
+    return [(op, usable, reason) for op in OPS]

@@ -1,0 +1,187 @@
+"""Triton kernel of page summarisation: one program a page.
+
+The top right singular vectors are found one at a time. The P x P Gram matrix of what is left of the centred page is
+squared until one direction dominates; one multiplication by the page turns it into a basis column, whose component is
+then removed from the page. Removing it from the page itself, not from the Gram matrix, keeps later columns orthogonal
+to it whatever the accuracy of the direction, and leaves exact zeros past the page's rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..layout import SummaryLayout
+from .reference import RANK_TOLERANCE, REFIT_RIDGE
+
+# 2**7 = 128th power of the Gram matrix, 256th of the singular value ratio: directions it fails to separate have
+# singular values within 1 % of each other, and either serves.
+SQUARINGS = 7
+
+
+@triton.jit
+def _round(x):
+    """Round half to even, like torch: adding 1.5 * 2**23 drops the fraction of a float32 below 2**22."""
+    magic = 12582912.0
+    return (x + magic) - magic
+
+
+@triton.jit
+def _quantize(values, axis: tl.constexpr, top: tl.constexpr):
+    """Symmetric codes and the float32 value of their bf16 scale, one scale per slice along ``axis``."""
+    amax = tl.max(tl.abs(values), axis=axis)
+    # Division rounds like torch's only when it is IEEE division.
+    scale = tl.div_rn(amax, amax * 0 + top).to(tl.bfloat16).to(tl.float32)
+    safe = tl.where(scale > 0, scale, 1.0)
+    divisor = tl.expand_dims(safe, axis) + values * 0
+    codes = _round(tl.div_rn(values, divisor))
+    codes = tl.where(tl.expand_dims(scale, axis) > 0, codes, 0.0)
+    return tl.minimum(tl.maximum(codes, -top), top), scale
+
+
+@triton.jit
+def _summarize_kernel(
+    keys_ptr,
+    basis_ptr,
+    coefficients_ptr,
+    centroid_ptr,
+    scales_ptr,
+    stride_page,
+    stride_token,
+    rank_tolerance,
+    ridge_factor,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    R: tl.constexpr,
+    BITS: tl.constexpr,
+    REFIT: tl.constexpr,
+    SQUARINGS: tl.constexpr,
+    N_SCALES: tl.constexpr,
+):
+    page = tl.program_id(0).to(tl.int64)
+    token = tl.arange(0, BLOCK_P)
+    channel = tl.arange(0, BLOCK_D)
+    # Basis columns share the block size of tokens: r < P, and tl.dot wants at least 16.
+    column = tl.arange(0, BLOCK_P)
+    m_key = (token < P)[:, None] & (channel < D)[None, :]
+    p_key = keys_ptr + page * stride_page + token[:, None] * stride_token + channel[None, :]
+    b_key = tl.load(p_key, mask=m_key, other=0.0).to(tl.float32)
+
+    # A page with a NaN or an infinity is summarised as zeros with a NaN centroid scale, so that its score is NaN.
+    broken = tl.sum(tl.sum((tl.abs(b_key) < float("inf")).to(tl.int32), axis=1), axis=0) < BLOCK_P * BLOCK_D
+    b_key = tl.where(broken, 0.0, b_key)
+
+    b_mean = tl.sum(b_key / P, axis=0)
+    mean_codes, mean_scale = _quantize(b_mean, 0, 127)
+    m_channel = channel < D
+    tl.store(centroid_ptr + page * D + channel, mean_codes.to(tl.int8), mask=m_channel)
+    p_scale = scales_ptr + page * N_SCALES
+    tl.store(p_scale, tl.where(broken, float("nan"), mean_scale).to(tl.bfloat16))
+
+    b_left = tl.where((token < P)[:, None], b_key - b_mean[None, :], 0.0)  # what no column explains yet
+    size = tl.max(tl.max(tl.abs(b_left), axis=1), axis=0)
+    size = tl.where(size > 0, size, 1.0)
+    b_left = b_left / size
+    diagonal = token[:, None] == token[None, :]
+    first_trace = tl.sum(tl.sum(b_left * b_left, axis=1), axis=0)
+
+    b_basis = tl.zeros((BLOCK_P, BLOCK_D), dtype=tl.float32)  # dequantised columns
+    b_coefficient = tl.zeros((BLOCK_P, BLOCK_P), dtype=tl.float32)  # [token, column]
+    for i_column in range(R):
+        b_power = tl.dot(b_left, tl.trans(b_left), input_precision="ieee")
+        trace = tl.sum(tl.sum(tl.where(diagonal, b_power, 0.0), axis=1), axis=0)
+        alive = trace > rank_tolerance * rank_tolerance * first_trace
+        b_power = b_power / tl.where(alive, trace, 1.0)
+        for _ in range(SQUARINGS):
+            b_power = tl.dot(b_power, b_power, input_precision="ieee")
+            trace = tl.sum(tl.sum(tl.where(diagonal, b_power, 0.0), axis=1), axis=0)
+            b_power = b_power / tl.where(trace > 0, trace, 1.0)
+        strongest = tl.argmax(tl.sum(tl.where(diagonal, b_power, 0.0), axis=1), axis=0)
+        b_direction = tl.sum(tl.where(token[None, :] == strongest, b_power, 0.0), axis=1)  # over tokens
+        b_column = tl.sum(b_direction[:, None] * b_left, axis=0)
+        norm = tl.sqrt(tl.sum(b_column * b_column, axis=0))
+        alive = alive & (norm > 0)
+        b_column = tl.where(alive, b_column / tl.where(alive, norm, 1.0), 0.0)
+        b_component = tl.sum(b_left * b_column[None, :], axis=1)  # over tokens
+        b_left = b_left - b_component[:, None] * b_column[None, :]
+        b_coefficient = tl.where(column[None, :] == i_column, b_component[:, None] * size, b_coefficient)
+
+        if BITS == 16:
+            b_stored = b_column.to(tl.bfloat16)
+            tl.store(basis_ptr + (page * R + i_column) * D + channel, b_stored, mask=m_channel)
+            b_used = b_stored.to(tl.float32)
+        else:
+            codes, scale = _quantize(b_column, 0, (1 << (BITS - 1)) - 1)
+            tl.store(p_scale + 1 + P + i_column, scale.to(tl.bfloat16))
+            b_used = codes * scale
+            if BITS == 8:
+                tl.store(basis_ptr + (page * R + i_column) * D + channel, codes.to(tl.int8), mask=m_channel)
+            else:
+                PARTS: tl.constexpr = 8 // BITS
+                WIDTH: tl.constexpr = D // PARTS
+                biased = codes.to(tl.int32) + (1 << (BITS - 1))
+                # Byte i collects the codes of channels i, i + WIDTH, ...: a one-hot sum over the channels.
+                byte = tl.arange(0, BLOCK_D)
+                shifted = biased << (BITS * (channel // WIDTH))
+                here = (channel[None, :] % WIDTH == byte[:, None]) & m_channel[None, :]
+                packed = tl.sum(tl.where(here, shifted[None, :], 0), axis=1)
+                p_basis = basis_ptr + (page * R + i_column) * WIDTH + byte
+                tl.store(p_basis, packed.to(tl.uint8), mask=byte < WIDTH)
+        b_basis = tl.where(column[:, None] == i_column, b_used[None, :], b_basis)
+
+    if REFIT:
+        b_residual = tl.where((token < P)[:, None], b_key - (mean_codes * mean_scale)[None, :], 0.0)
+        b_gram = tl.dot(b_basis, tl.trans(b_basis), input_precision="ieee")
+        b_right = tl.dot(b_basis, tl.trans(b_residual), input_precision="ieee")  # [column, token]
+        b_diagonal = tl.sum(tl.where(diagonal, b_gram, 0.0), axis=1)
+        ridge = ridge_factor * tl.max(b_diagonal, axis=0)
+        b_ridge = tl.where(b_diagonal > 0, ridge, 1.0)
+        b_gram += tl.where(diagonal, b_ridge[:, None], 0.0)
+        # Gauss-Jordan without pivoting: the system is symmetric positive definite.
+        for i in range(R):
+            here = column == i
+            pivot = tl.sum(tl.sum(tl.where(here[:, None] & here[None, :], b_gram, 0.0), axis=1), axis=0)
+            gram_row = tl.sum(tl.where(here[:, None], b_gram, 0.0), axis=0) / pivot
+            right_row = tl.sum(tl.where(here[:, None], b_right, 0.0), axis=0) / pivot
+            factor = tl.where(here, 0.0, tl.sum(tl.where(here[None, :], b_gram, 0.0), axis=1))
+            b_gram = tl.where(here[:, None], gram_row[None, :], b_gram - factor[:, None] * gram_row[None, :])
+            b_right = tl.where(here[:, None], right_row[None, :], b_right - factor[:, None] * right_row[None, :])
+        b_coefficient = tl.where(column[None, :] < R, tl.trans(b_right), 0.0)
+
+    codes, scale = _quantize(b_coefficient, 1, 127)
+    tl.store(p_scale + 1 + token, scale.to(tl.bfloat16), mask=token < P)
+    p_coefficient = coefficients_ptr + (page * P + token[:, None]) * R + column[None, :]
+    tl.store(p_coefficient, codes.to(tl.int8), mask=(token < P)[:, None] & (column < R)[None, :])
+
+
+def summarize_triton(keys: torch.Tensor, layout: SummaryLayout, refit: bool) -> dict[str, torch.Tensor]:
+    """Launch the kernel; arguments and result as in :func:`locks_hf.kernels.summarize.summarize`."""
+    if keys.stride(-1) != 1:
+        keys = keys.contiguous()
+    n_pages = keys.shape[0]
+    out = layout.empty(n_pages, keys.device)
+    _summarize_kernel[(n_pages,)](
+        keys,
+        out["basis"],
+        out["coefficients"],
+        out["centroid"],
+        out["scales"],
+        keys.stride(0),
+        keys.stride(1),
+        RANK_TOLERANCE,
+        REFIT_RIDGE,
+        D=layout.head_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(layout.head_dim)),
+        P=layout.page_size,
+        BLOCK_P=max(16, layout.page_size),
+        R=layout.rank,
+        BITS=layout.basis_bits,
+        REFIT=refit,
+        SQUARINGS=SQUARINGS,
+        N_SCALES=layout.n_scales,
+        num_warps=1 if layout.page_size <= 16 else 4,
+    )
+    return out

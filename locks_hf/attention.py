@@ -1,0 +1,268 @@
+"""The attention function ``"locks"`` and its mask function, registered with Transformers on import.
+
+Registering adds two names and changes nothing else: a model uses them only when its attention implementation is set to
+``"locks"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from . import handoff
+from .cache import _NEEDS_CONFIG, LocksLayer
+from .kernels import attend
+
+NAME = "locks"
+# Queries at once in dense attention that continues a cache: bounds the mask to this many rows.
+_QUERY_BLOCK = 512
+
+# Keyword arguments that change what attention computes, with what asks for them.
+_UNSUPPORTED = {
+    "softcap": "logit soft-capping",
+    "s_aux": "attention sinks",
+    "position_bias": "a position bias",
+}
+
+
+def locks_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs,
+) -> torch.Tensor | None:
+    """Mask for the attention function ``"locks"``.
+
+    Plain causal attention over a cache that holds exactly what was seen gets ``None`` or the 2-D padding mask, so that
+    a long prefill never builds a T x T mask. Everything else (sliding windows, packed sequences, static caches) gets the
+    4-D mask of SDPA.
+
+    Returns:
+        ``None``, bool ``(B, kv_length)``, or bool ``(B, 1, q_length, kv_length)``.
+    """
+    plain = mask_function is causal_mask_function and not isinstance(q_offset, torch.Tensor)
+    if not plain or kv_offset != 0 or kv_length != q_offset + q_length:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
+    if attention_mask is None or bool(attention_mask.all()):
+        return None
+    return attention_mask
+
+
+def locks_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Attention over the pages of a :class:`LocksCache`, or dense SDPA for any other keys.
+
+    Args:
+        module: The attention module.
+        query: ``(B, H * G, n, d)``.
+        key: What the cache's ``update`` returned, ``(B, H, ..., d)``.
+        value: Likewise.
+        attention_mask: What :func:`locks_mask` returned.
+        dropout: Must be 0 with a LocksCache.
+        scaling: Factor on the logits, by default ``d ** -0.5``.
+        is_causal: As in Transformers; ``False`` is refused.
+        **kwargs: Others from the model.
+
+    Returns:
+        Output ``(B, n, H * G, d)`` and ``None``.
+
+    Raises:
+        ValueError: For attention that is not causal, or features that page selection does not cover.
+    """
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if not causal:
+        raise ValueError(
+            f"{type(module).__name__} is not causal: the attention implementation 'locks' is for decoder-only language "
+            "models. In a model with several parts set it on the language model alone, for instance with "
+            "locks_hf.patch(model)"
+        )
+    layer = handoff.take(key)
+    if layer is None:
+        mask = _dense_mask(attention_mask, query, key)
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+
+    _refuse_unsupported(attention_mask, dropout, kwargs)
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    size = query.shape[2]
+    real = layer.padding_of(attention_mask, size)
+    starts = layer.row_lengths or [0] * query.shape[0]
+    key, value, is_draft_check = layer.commit(real)
+    lengths = layer.row_lengths
+
+    if size == 1 or is_draft_check:
+        page_size, slots = layer.config.page_size, layer.config.page_slots
+        if not layer.selector.dense and max(lengths) > page_size * slots:
+            return _sparse_steps(layer, query, scaling), None
+        for back in range(size):
+            layer.counters.add_dense([max(0, length - back) for length in lengths], layer.n_kv_heads)
+    else:
+        layer.counters.add_prefill(size)
+
+    if real is None and len(set(starts)) <= 1:
+        if starts[0] == 0:
+            return sdpa_attention_forward(module, query, key, value, None, scaling=scaling)
+        return _dense_block(module, query, layer.keys, layer.values, starts[0], scaling), None
+    return _dense_rows(module, query, layer, real, starts, scaling), None
+
+
+def _refuse_unsupported(attention_mask: torch.Tensor | None, dropout: float, kwargs: dict) -> None:
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(
+            f"LocksCache takes a 2-D padding mask, got a mask of shape {tuple(attention_mask.shape)}: custom attention "
+            "patterns cannot be combined with page selection"
+        )
+    if dropout:
+        raise ValueError(f"LocksCache is for inference, got dropout {dropout}: call model.eval()")
+    for name, feature in _UNSUPPORTED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"this model uses {feature} ({name}), which Locks does not support")
+    if kwargs.get("sliding_window") is not None:
+        raise ValueError(f"a sliding-window layer ({kwargs['sliding_window']} tokens): {_NEEDS_CONFIG}")
+
+
+def _dense_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """The 4-D mask SDPA needs for keys that do not come from a LocksCache."""
+    q_length, kv_length = query.shape[2], key.shape[2]
+    if (mask is None and q_length in (1, kv_length)) or (mask is not None and mask.ndim == 4):
+        return mask
+    return sdpa_mask(
+        batch_size=query.shape[0],
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=kv_length - q_length,
+        attention_mask=mask,
+        device=query.device,
+    )
+
+
+def _sparse_steps(layer: LocksLayer, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Attend each query token over its own selection, as if they had come one at a time.
+
+    Args:
+        layer: The layer, with the tokens of all queries committed.
+        query: ``(B, H * G, n, d)``.
+        scaling: Factor on the logits.
+
+    Returns:
+        ``(B, n, H * G, d)``.
+    """
+    config, selector = layer.config, layer.selector
+    size = query.shape[2]
+    out = torch.empty((query.shape[0], size, query.shape[1], query.shape[3]), dtype=query.dtype, device=query.device)
+    for i in range(size):
+        back = size - 1 - i
+        view = layer.page_view(back)
+        one_query = query[:, :, i]
+        pages = selector.select(one_query, view, config, scaling)
+        out[:, i] = attend(
+            one_query, layer.key_buffer, layer.value_buffer, pages, view.lengths, config.page_size, scaling
+        )
+        lengths = [max(0, length - back) for length in layer.row_lengths]
+        layer.counters.add_sparse(
+            lengths,
+            layer.n_kv_heads,
+            config.page_size,
+            config.page_slots,
+            None if selector.fixed_slots else pages,
+            layer.score_bytes(lengths),
+        )
+    return out
+
+
+def _dense_block(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    start: int,
+    scaling: float,
+) -> torch.Tensor:
+    """Causal attention of new tokens over a cache of equal rows: query ``i`` sees keys up to ``start + i``.
+
+    Args:
+        module: The attention module.
+        query: ``(B, H * G, n, d)``.
+        keys: ``(B, H, start + n, d)``.
+        values: Likewise.
+        start: Tokens cached before the new ones.
+        scaling: Factor on the logits.
+
+    Returns:
+        ``(B, n, H * G, d)``.
+    """
+    size = query.shape[2]
+    if size == 1:
+        return sdpa_attention_forward(module, query, keys, values, None, scaling=scaling)[0]
+    outputs = []
+    for first in range(0, size, _QUERY_BLOCK):
+        block = query[:, :, first : first + _QUERY_BLOCK]
+        end = start + first + block.shape[2]
+        position = torch.arange(start + first, end, device=query.device)
+        mask = torch.arange(end, device=query.device)[None, :] <= position[:, None]
+        mask = mask.expand(query.shape[0], 1, -1, -1)
+        output, _ = sdpa_attention_forward(module, block, keys[:, :, :end], values[:, :, :end], mask, scaling=scaling)
+        outputs.append(output)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _dense_rows(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    layer: LocksLayer,
+    real: torch.Tensor | None,
+    starts: list[int],
+    scaling: float,
+) -> torch.Tensor:
+    """Causal attention of new tokens over rows of unequal length; the output at padding is zero."""
+    batch, n_heads, size, head_dim = query.shape
+    lengths = layer.row_lengths
+    if size == 1 and real is None:
+        # One token a row: a mask over the longest row is small.
+        position = torch.arange(layer.max_length, device=query.device)
+        mask = (position < layer.page_view().lengths[:, None])[:, None, None, :]
+        return sdpa_attention_forward(module, query, layer.keys, layer.values, mask, scaling=scaling)[0]
+    out = query.new_zeros((batch, size, n_heads, head_dim))
+    for row in range(batch):
+        new = slice(None) if real is None else real[row].to(query.device)
+        row_query = query[row : row + 1, :, new]
+        if row_query.shape[2] == 0:
+            continue
+        keys = layer.keys[row : row + 1, :, : lengths[row]]
+        values = layer.values[row : row + 1, :, : lengths[row]]
+        if starts[row] == 0:
+            row_out = sdpa_attention_forward(module, row_query, keys, values, None, scaling=scaling)[0]
+        else:
+            row_out = _dense_block(module, row_query, keys, values, starts[row], scaling)
+        out[row, new] = row_out[0]
+    return out
+
+
+AttentionInterface.register(NAME, locks_attention)
+AttentionMaskInterface.register(NAME, locks_mask)

@@ -1,0 +1,617 @@
+"""The cache: pages of keys and values, and summaries kept right through every operation of the Cache contract."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import torch
+from transformers import cache_utils
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+)
+from transformers.configuration_utils import PreTrainedConfig
+
+from . import handoff
+from .config import LocksConfig
+from .kernels.backend import check_head_dim_and_dtype
+from .rows import PaddingReader, RowLedger
+from .selectors import PageSelector, PageView, resolve_selector
+from .stats import CacheStats, LayerCounters
+
+# Spare room behind a prompt, so that short generations never move the cache.
+_HEADROOM_TOKENS = 512
+# Pages summarised at once: bounds the float64 temporaries of the reference.
+_SUMMARIZE_CHUNK = 1 << 16
+# An append of at most this many tokens that follows a partial rollback of one such is the check of drafted tokens.
+_MAX_DRAFT = 64
+
+# Layers of other kinds that keep what Transformers gives them. DummyLayer exists in later versions only.
+_KEPT_LAYERS = tuple(
+    getattr(cache_utils, name)
+    for name in ("DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer")
+    if hasattr(cache_utils, name)
+)
+
+_NEEDS_CONFIG = (
+    "LocksCache cannot know which layers of this model are not full attention: pass config=model.config, "
+    "as in LocksCache(..., config=model.config)"
+)
+
+
+class LocksLayer(CacheLayerMixin):
+    """Keys, values and page summaries of one attention layer.
+
+    ``update`` only stages new tokens and returns them; the attention function ``"locks"`` recognises the tensor and
+    asks the layer to :meth:`commit` them. That is how padding, which only attention sees, is dropped on write: each row
+    holds its real tokens and nothing else, and its page grid starts at its first real token.
+
+    Args:
+        config: Shared configuration of the cache.
+        selector: Shared page selector.
+        padding: Shared reader of attention masks.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, config: LocksConfig, selector: PageSelector, padding: PaddingReader):
+        self.config = config
+        self.selector = selector
+        self._padding = padding
+        self._clear()
+
+    def _clear(self) -> None:
+        self.is_initialized = False
+        self.summaries: dict[str, torch.Tensor] = {}
+        self.counters = LayerCounters()
+        self._key_buffer: torch.Tensor | None = None
+        self._value_buffer: torch.Tensor | None = None
+        self._ledger: RowLedger | None = None
+        self._lengths: torch.Tensor | None = None  # int32 (B,) on the device
+        self._summarized: list[int] = []  # pages of each row that have a summary
+        self._staged: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._last_append = 0
+        self._rolled_back = False
+
+    # What the attention function and diagnostics read
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """Cached keys ``(B, H, longest row, d)``, a view; shorter rows are undefined past their length."""
+        return None if self._key_buffer is None else self._key_buffer[:, :, : self.max_length]
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """Cached values, like :attr:`keys`."""
+        return None if self._value_buffer is None else self._value_buffer[:, :, : self.max_length]
+
+    @property
+    def key_buffer(self) -> torch.Tensor:
+        """Keys with spare capacity ``(B, H, capacity, d)``."""
+        return self._key_buffer
+
+    @property
+    def value_buffer(self) -> torch.Tensor:
+        """Values with spare capacity ``(B, H, capacity, d)``."""
+        return self._value_buffer
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """Real tokens of each row."""
+        return [] if self._ledger is None else list(self._ledger.lengths)
+
+    @property
+    def max_length(self) -> int:
+        """Real tokens of the longest row."""
+        return max(self._ledger.lengths, default=0) if self._ledger is not None else 0
+
+    @property
+    def n_kv_heads(self) -> int:
+        """KV heads of the layer."""
+        return self._key_buffer.shape[1]
+
+    def page_view(self, tokens_back: int = 0) -> PageView:
+        """The layer as a selector sees it, or as it stood ``tokens_back`` tokens ago."""
+        lengths = self._lengths - tokens_back if tokens_back else self._lengths
+        return PageView(self._key_buffer, self.summaries, lengths, self.max_length - tokens_back)
+
+    def padding_of(self, attention_mask: torch.Tensor | None, size: int) -> torch.Tensor | None:
+        """Which of the ``size`` new tokens are real; see :meth:`PaddingReader.new_tokens`."""
+        return self._padding.new_tokens(attention_mask, size)
+
+    def is_staged(self, key: torch.Tensor) -> bool:
+        """Whether ``key`` is the very tensor the last ``update`` returned, not yet committed."""
+        return self._staged is not None and self._staged[0] is key
+
+    # Cache contract
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate for the shape, dtype and device of the first states.
+
+        Raises:
+            ValueError: If the head_dim or dtype has no kernel, or keys and values differ in shape.
+        """
+        if key_states.shape != value_states.shape:
+            raise ValueError(
+                "Locks needs keys and values of one shape, got "
+                f"{tuple(key_states.shape)} and {tuple(value_states.shape)}; latent-attention models are not supported"
+            )
+        batch, _, _, head_dim = key_states.shape
+        check_head_dim_and_dtype(head_dim, key_states.dtype)
+        if self.config.rank > head_dim:
+            raise ValueError(f"rank {self.config.rank} exceeds head_dim {head_dim}: use a rank of at most {head_dim}")
+        self.device = key_states.device
+        self.dtype = key_states.dtype
+        self.batch_size = batch
+        empty = key_states.new_empty((*key_states.shape[:2], 0, head_dim))
+        self._key_buffer, self._value_buffer = empty, empty.clone()
+        self.summaries = {
+            name: torch.empty((*key_states.shape[:2], 0, *shape), dtype=dtype, device=self.device)
+            for name, (shape, dtype) in self.selector.summary_fields(self.config, head_dim, self.dtype).items()
+        }
+        self._ledger = RowLedger(batch)
+        self._lengths = torch.zeros(batch, dtype=torch.int32, device=self.device)
+        self._summarized = [0] * batch
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stage new tokens ``(B, H, n, d)``; returns them as they are.
+
+        Raises:
+            ValueError: If earlier tokens were never asked for (the model is not on ``"locks"``), or the states do not
+                match the cache in batch size, KV heads, head_dim, dtype or device.
+        """
+        self._require_committed()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        held = self._key_buffer
+        expected = (held.shape[0], held.shape[1], key_states.shape[2], held.shape[3])
+        if key_states.shape != expected or value_states.shape != expected:
+            raise ValueError(
+                f"this cache holds {held.shape[0]} rows of {held.shape[1]} KV heads with head_dim {held.shape[3]}, but "
+                f"got keys {tuple(key_states.shape)} and values {tuple(value_states.shape)}: use one cache per batch, "
+                "or call cache.reset() before a new one"
+            )
+        if key_states.dtype != held.dtype or key_states.device != held.device:
+            raise ValueError(
+                f"this cache holds {held.dtype} on {held.device}, but got {key_states.dtype} on {key_states.device}: "
+                "call cache.reset() before using it with another model"
+            )
+        self._staged = (key_states, value_states)
+        handoff.offer(self)
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Logical length: every position seen, padding included."""
+        staged = 0 if self._staged is None else self._staged[0].shape[2]
+        return (0 if self._ledger is None else self._ledger.seen) + staged
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Logical key length including the new tokens, and offset 0."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """``max_cache_len``, or -1 if the cache grows."""
+        return -1 if self.config.max_cache_len is None else self.config.max_cache_len
+
+    def reset(self) -> None:
+        """Drop everything, counters included."""
+        self._clear()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` logical positions.
+
+        Raises:
+            ValueError: If the count is positive.
+        """
+        tokens_to_remove = int(tokens_to_remove)  # generate may pass a 0-d tensor
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes the number of tokens to remove as a negative int, got {tokens_to_remove}; "
+                f"to keep the first n tokens call crop(n - cache.get_seq_length())"
+            )
+        if not self.is_initialized:
+            return
+        self._require_committed()
+        removed = -tokens_to_remove
+        self._rolled_back = removed < self._last_append <= _MAX_DRAFT
+        if removed:
+            self._ledger.drop_last(removed)
+            self._sync_rows()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Replace the rows by those at ``beam_idx``."""
+        self._take_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row ``repeats`` times, copies adjacent."""
+        if self.is_initialized:
+            rows = torch.arange(self._ledger.batch, device=self.device).repeat_interleave(repeats)
+            self._take_rows(rows)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows at ``indices`` (an index or bool tensor)."""
+        if self.is_initialized:
+            indices = torch.as_tensor(indices)
+            self._take_rows(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+
+    def offload(self) -> None:
+        """Not supported.
+
+        Raises:
+            ValueError: Always; it would silently keep the summaries on the device.
+        """
+        raise ValueError("LocksCache keeps keys and values on the model's device; offloading is not supported")
+
+    # Writing
+
+    def commit(self, real: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """Write the staged tokens, dropping padding, and summarise the pages they complete.
+
+        Args:
+            real: bool ``(B, n)`` on the CPU marking real tokens, or ``None``: all real.
+
+        Returns:
+            The staged keys and values ``(B, H, n, d)``, and whether they are a check of drafted tokens.
+
+        Raises:
+            ValueError: If they do not fit ``max_cache_len``; nothing is written then.
+        """
+        key, value = self._staged
+        size = key.shape[2]
+        starts = self._ledger.lengths
+        if real is None:
+            counts = [size] * self._ledger.batch
+        else:
+            counts = real.sum(1).tolist()
+        self._reserve(max(start + count for start, count in zip(starts, counts, strict=True)))
+        if real is None and self._ledger.uniform:
+            start = starts[0] if starts else 0
+            self._key_buffer[:, :, start : start + size] = key
+            self._value_buffer[:, :, start : start + size] = value
+        elif real is None and size == 1:
+            rows = torch.arange(self._ledger.batch, device=self.device)
+            self._key_buffer[rows, :, self._lengths.long()] = key[:, :, 0]
+            self._value_buffer[rows, :, self._lengths.long()] = value[:, :, 0]
+        else:
+            for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+                chosen = slice(None) if real is None else real[row].to(self.device)
+                self._key_buffer[row, :, start : start + count] = key[row][:, chosen]
+                self._value_buffer[row, :, start : start + count] = value[row][:, chosen]
+        is_draft_check = self._rolled_back and real is None and 1 < size <= _MAX_DRAFT
+        self._staged = None
+        self._rolled_back = False
+        self._last_append = size
+        self._ledger.append(size, real)
+        if real is None:
+            self._lengths = self._lengths + size
+        else:
+            self._lengths = torch.tensor(self._ledger.lengths, dtype=torch.int32, device=self.device)
+        self._summarize_complete_pages()
+        return key, value, is_draft_check
+
+    def _require_committed(self) -> None:
+        if self._staged is not None:
+            raise ValueError(
+                "the model's attention never asked this LocksCache for its pages: its attention implementation is not "
+                "'locks' (or a forward pass was interrupted). Load the model with attn_implementation='locks' or call "
+                "locks_hf.patch(model), then start again with a new cache or cache.reset()"
+            )
+
+    def _reserve(self, tokens: int) -> None:
+        capacity, page_size = self._key_buffer.shape[2], self.config.page_size
+        limit = self.config.max_cache_len
+        if limit is not None and tokens > limit:
+            raise ValueError(
+                f"the cache is full: max_cache_len is {limit} tokens, but a row needs {tokens}. Make the cache with a "
+                "larger max_cache_len, or without one to let it grow"
+            )
+        if tokens <= capacity:
+            return
+        wanted = limit if limit is not None else max(tokens + _HEADROOM_TOKENS, capacity + capacity // 2)
+        pages = -(-wanted // page_size)
+        self._key_buffer = _grown(self._key_buffer, pages * page_size)
+        self._value_buffer = _grown(self._value_buffer, pages * page_size)
+        self.summaries = {name: _grown(array, pages) for name, array in self.summaries.items()}
+
+    def _summarize_complete_pages(self) -> None:
+        page_size = self.config.page_size
+        complete = [length // page_size for length in self._ledger.lengths]
+        if self.summaries:
+            if len(set(complete)) == 1 and len(set(self._summarized)) == 1:
+                if complete[0] > self._summarized[0]:
+                    self._summarize_block(self._summarized[0], complete[0])
+            else:
+                pairs = [
+                    (row, page)
+                    for row, (done, n) in enumerate(zip(self._summarized, complete, strict=True))
+                    for page in range(done, n)
+                ]
+                if pairs:
+                    self._summarize_pairs(pairs)
+        self._summarized = [max(done, n) for done, n in zip(self._summarized, complete, strict=True)]
+
+    def _summarize_block(self, first: int, last: int) -> None:
+        """Summarise pages ``first`` to ``last`` of every row."""
+        page_size = self.config.page_size
+        batch, heads = self._key_buffer.shape[:2]
+        step = max(1, _SUMMARIZE_CHUNK // max(1, batch * heads))
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            keys = self._key_buffer[:, :, start * page_size : stop * page_size]
+            keys = keys.unflatten(2, (stop - start, page_size)).flatten(0, 2)
+            for name, array in self.selector.summarize(keys, self.config).items():
+                self.summaries[name][:, :, start:stop] = array.unflatten(0, (batch, heads, stop - start))
+
+    def _summarize_pairs(self, pairs: list[tuple[int, int]]) -> None:
+        """Summarise single (row, page) pairs."""
+        page_size = self.config.page_size
+        paged = self._key_buffer.unflatten(2, (-1, page_size))
+        step = max(1, _SUMMARIZE_CHUNK // self.n_kv_heads)
+        for start in range(0, len(pairs), step):
+            rows, pages = torch.tensor(pairs[start : start + step], device=self.device).unbind(1)
+            keys = paged[rows, :, pages]  # (N, H, P, d)
+            for name, array in self.selector.summarize(keys.flatten(0, 1), self.config).items():
+                self.summaries[name][rows, :, pages] = array.unflatten(0, keys.shape[:2])
+
+    def _sync_rows(self) -> None:
+        """Bring what is derived from the ledger up to date after rows or lengths changed."""
+        lengths = self._ledger.lengths
+        self._lengths = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        self._summarized = [
+            min(done, length // self.config.page_size) for done, length in zip(self._summarized, lengths, strict=True)
+        ]
+
+    def _take_rows(self, rows: torch.Tensor) -> None:
+        if not self.is_initialized:
+            return
+        self._require_committed()
+        rows = rows.to(self.device)
+        self._key_buffer = self._key_buffer.index_select(0, rows)
+        self._value_buffer = self._value_buffer.index_select(0, rows)
+        self.summaries = {name: array.index_select(0, rows) for name, array in self.summaries.items()}
+        if self._ledger.uniform and rows.shape[0] == self._ledger.batch and self._ledger.all_real:
+            return  # beams of equal length: nothing that the host tracks differs between rows
+        host_rows = rows.tolist()
+        self._ledger.take_rows(host_rows)
+        self._summarized = [self._summarized[row] for row in host_rows]
+        self.batch_size = len(host_rows)
+        self._sync_rows()
+
+    # Copies
+
+    def fork(self, config: LocksConfig, selector: PageSelector, padding: PaddingReader) -> LocksLayer:
+        """A new layer with a copy of the tokens and its own summaries for ``config`` and ``selector``."""
+        self._require_committed()
+        new = LocksLayer(config, selector, padding)
+        if not self.is_initialized:
+            return new
+        new.lazy_initialization(self._key_buffer[:, :, :0], self._value_buffer[:, :, :0])
+        new._reserve(self.max_length)
+        new._key_buffer[:, :, : self.max_length] = self.keys
+        new._value_buffer[:, :, : self.max_length] = self.values
+        new._ledger = self._ledger.copy()
+        new._lengths = self._lengths.clone()
+        new._last_append, new._rolled_back = self._last_append, self._rolled_back
+        if selector.summary_key(config) == self.selector.summary_key(self.config):
+            pages = self.max_length // config.page_size
+            for name, array in self.summaries.items():
+                new.summaries[name][:, :, :pages] = array[:, :, :pages]
+            new._summarized = list(self._summarized)
+        else:
+            new._summarize_complete_pages()
+        return new
+
+    # Accounting
+
+    def score_bytes(self, lengths: list[int]) -> int:
+        """Bytes read in a sparse step to score the complete pages of rows of the given lengths."""
+        n_pages = sum(length // self.config.page_size for length in lengths)
+        head_dim = self._key_buffer.shape[3]
+        return self.n_kv_heads * self.selector.score_bytes(self.config, n_pages, head_dim, self.dtype)
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of cached tokens and of summaries, in use and allocated."""
+        if not self.is_initialized:
+            return {"summary_bytes": 0, "summary_bytes_allocated": 0, "kv_bytes": 0, "kv_bytes_allocated": 0}
+        per_token = 2 * self.n_kv_heads * self._key_buffer.shape[3] * self.dtype.itemsize
+        per_page = self.n_kv_heads * self.selector.bytes_per_page(self.config, self._key_buffer.shape[3], self.dtype)
+        return {
+            "summary_bytes": sum(self._summarized) * per_page if self.summaries else 0,
+            "summary_bytes_allocated": sum(array.nbytes for array in self.summaries.values()),
+            "kv_bytes": sum(self._ledger.lengths) * per_token,
+            "kv_bytes_allocated": self._key_buffer.nbytes + self._value_buffer.nbytes,
+        }
+
+
+def _grown(buffer: torch.Tensor, size: int) -> torch.Tensor:
+    """``buffer`` with its third dimension enlarged to ``size``, old content first."""
+    grown = buffer.new_empty((*buffer.shape[:2], size, *buffer.shape[3:]))
+    grown[:, :, : buffer.shape[2]] = buffer
+    return grown
+
+
+class LocksCache(Cache):
+    """A Transformers cache that attends only the best pages at each decode step and evicts nothing.
+
+    Use it with a model whose attention implementation is ``"locks"``::
+
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="locks")
+        model.generate(**inputs, past_key_values=LocksCache(rank=8, budget=2048))
+
+    Prompts (and anything else of several tokens) are processed densely; single new tokens, and drafted tokens that
+    assisted generation checks, attend ``budget`` tokens per (layer, KV head). While every row fits the budget, steps
+    are dense and equal to the model without Locks. A cache sees tokens, not where they come from: a prompt chunk or
+    turn of exactly one token is a decode step.
+
+    Args:
+        rank: Columns of the per-page basis, 1 to ``page_size - 1``.
+        budget: Tokens attended per (layer, KV head) and step, at least two pages.
+        page_size: Tokens a page, a power of two.
+        basis_bits: 2, 4, 8 or 16 bits per basis entry.
+        refit: Refit coefficients against the quantised basis (same bytes, less error); ``False`` is the paper's rule.
+        combine: ``"share"`` (the paper's), ``"max"`` or ``"mass"``; see :class:`locks_hf.config.LocksConfig`.
+        selector: ``"locks"``, ``"oracle"`` (exact page mass), ``"quest"``, ``"full"`` (dense), or a
+            :class:`locks_hf.selectors.PageSelector`.
+        max_cache_len: Fixed capacity in tokens a row; by default the cache grows.
+        config: The model's config. Needed when some layers are not full attention (sliding window, linear): those
+            keep the caches Transformers gives them.
+
+    Raises:
+        ValueError: If a value is out of range, or the config has layers that Locks does not support.
+    """
+
+    def __init__(
+        self,
+        rank: int = 8,
+        budget: int = 2048,
+        *,
+        page_size: int = 16,
+        basis_bits: int = 4,
+        refit: bool = True,
+        combine: str = "share",
+        selector: str | PageSelector = "locks",
+        max_cache_len: int | None = None,
+        config: PreTrainedConfig | None = None,
+    ):
+        self.locks_config = LocksConfig(
+            rank=rank,
+            budget=budget,
+            page_size=page_size,
+            basis_bits=basis_bits,
+            refit=refit,
+            combine=combine,
+            max_cache_len=max_cache_len,
+        )
+        self.selector = resolve_selector(selector)
+        self._padding = PaddingReader()
+        new_layer = partial(LocksLayer, self.locks_config, self.selector, self._padding)
+        self._knows_layers = config is not None
+        if config is None:
+            super().__init__(layer_class_to_replicate=new_layer)
+        else:
+            super().__init__(layers=_layers_for(config, new_layer))
+
+    @property
+    def locks_layers(self) -> list[LocksLayer]:
+        """The layers whose pages Locks selects."""
+        return [layer for layer in self.layers if isinstance(layer, LocksLayer)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys, values and summaries, spare capacity included."""
+        held = [layer.held_bytes() for layer in self.locks_layers]
+        return sum(h["kv_bytes_allocated"] + h["summary_bytes_allocated"] for h in held)
+
+    def stats(self) -> CacheStats:
+        """Counters since creation, :meth:`reset` or :meth:`reset_stats`, and what is held now."""
+        layers = self.locks_layers
+        stats = CacheStats()
+        for layer in layers:
+            for name, count in layer.held_bytes().items():
+                setattr(stats, name, getattr(stats, name) + count)
+        counters = [layer.counters for layer in layers]
+        steps = max((c.sparse_steps + c.dense_steps for c in counters), default=0)
+        stats.sparse_steps = max((c.sparse_steps for c in counters), default=0)
+        stats.dense_steps = steps - stats.sparse_steps
+        stats.prefill_tokens = max((c.prefill_tokens for c in counters), default=0)
+        if steps:
+            heads = [layer.n_kv_heads if layer.is_initialized else 0 for layer in layers]
+            attended = [c.attended_tokens for c in counters]
+            stats.tokens_attended = sum(attended) / sum(
+                c.rows_attending * n for c, n in zip(counters, heads, strict=True)
+            )
+            stats.summary_bytes_read_per_step = sum(c.score_bytes for c in counters) / steps
+            per_token = [
+                2 * layer.key_buffer.shape[3] * layer.dtype.itemsize if layer.is_initialized else 0 for layer in layers
+            ]
+            stats.kv_bytes_read_per_step = sum(a * p for a, p in zip(attended, per_token, strict=True)) / steps
+        return stats
+
+    def reset_stats(self) -> None:
+        """Set all counters to zero."""
+        for layer in self.locks_layers:
+            layer.counters = LayerCounters()
+
+    def fork(self, *, selector: str | PageSelector | None = None, **changes) -> LocksCache:
+        """A new cache with a copy of the cached tokens, and its own configuration, selector, summaries and counters.
+
+        Prefill once, then decode from one fork per method.
+
+        Args:
+            selector: Selector of the new cache; by default this one's.
+            **changes: Fields of :class:`locks_hf.config.LocksConfig` to change, such as ``budget`` or ``rank``.
+
+        Raises:
+            ValueError: If a field is unknown or out of range.
+        """
+        fields = vars(self.locks_config)
+        unknown = sorted(set(changes) - set(fields))
+        if unknown:
+            raise ValueError(f"fork does not know {unknown}; it can change {sorted(fields)} and selector")
+        new = LocksCache(**{**fields, **changes}, selector=self.selector if selector is None else selector)
+        new._knows_layers = self._knows_layers
+        if self._knows_layers:
+            new.layer_class_to_replicate = None
+        new.layers = [
+            layer.fork(new.locks_config, new.selector, new._padding)
+            if isinstance(layer, LocksLayer)
+            else copy.deepcopy(layer)
+            for layer in self.layers
+        ]
+        return new
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args, **kwargs) -> torch.Tensor:
+        """As in :class:`transformers.Cache`.
+
+        Raises:
+            ValueError: If the cache was made without the model's config.
+        """
+        if not self._knows_layers:
+            raise ValueError(_NEEDS_CONFIG)
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args, **kwargs) -> torch.Tensor:
+        """As in :class:`transformers.Cache`.
+
+        Raises:
+            ValueError: If the cache was made without the model's config.
+        """
+        if not self._knows_layers:
+            raise ValueError(_NEEDS_CONFIG)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def has_previous_state(self, layer_idx: int | None = None, *args, **kwargs) -> bool:
+        """As in :class:`transformers.Cache`.
+
+        Raises:
+            ValueError: If the cache was made without the model's config.
+        """
+        if not self._knows_layers:
+            raise ValueError(_NEEDS_CONFIG)
+        return super().has_previous_state(layer_idx, *args, **kwargs)
+
+
+def _layers_for(config: PreTrainedConfig, new_layer: partial) -> list:
+    """Layers for a model config: Locks where Transformers would keep everything, its own layers elsewhere."""
+    layers = []
+    for index, layer in enumerate(DynamicCache(config=config).layers):
+        if type(layer) is DynamicLayer:
+            layers.append(new_layer())
+        elif type(layer) in _KEPT_LAYERS:
+            layers.append(layer)
+        else:
+            raise ValueError(
+                f"layer {index} of {type(config).__name__} needs a {type(layer).__name__}, which Locks does not support"
+            )
+    if not any(isinstance(layer, LocksLayer) for layer in layers):
+        raise ValueError(f"{type(config).__name__} has no full-attention layer: Locks has nothing to select there")
+    return layers
