@@ -53,8 +53,10 @@ def quantize(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
     """
     top = 2 ** (bits - 1) - 1
     values = values.float()
-    # The codes are made with the scale that is stored, so rounding it to bf16 costs nothing.
-    scale = (values.abs().amax(dim=-1, keepdim=True) / top).to(torch.bfloat16)
+    # The codes are made with the scale that is stored. Rounding it up to bf16 (adding to the 16 bits that go, then
+    # cutting them) keeps the largest value within the codes, so that no error exceeds half a step.
+    scale_bits = (values.abs().amax(dim=-1, keepdim=True) / top).view(torch.int32)
+    scale = ((scale_bits + 0xFFFF) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
     codes = torch.where(scale > 0, values / scale.float(), 0.0).round().clamp(-top, top)
     return codes, scale
 

@@ -32,7 +32,8 @@ def _quantize(values, axis: tl.constexpr, top: tl.constexpr):
     """Symmetric codes and the float32 value of their bf16 scale, one scale per slice along ``axis``."""
     amax = tl.max(tl.abs(values), axis=axis)
     # Division rounds like torch's only when it is IEEE division.
-    scale = tl.div_rn(amax, amax * 0 + top).to(tl.bfloat16).to(tl.float32)
+    scale_bits = tl.div_rn(amax, amax * 0 + top).to(tl.int32, bitcast=True)
+    scale = ((scale_bits + 0xFFFF) & ~0xFFFF).to(tl.float32, bitcast=True)  # up to the next bf16
     safe = tl.where(scale > 0, scale, 1.0)
     divisor = tl.expand_dims(safe, axis) + values * 0
     codes = _round(tl.div_rn(values, divisor))

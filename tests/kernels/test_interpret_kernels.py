@@ -1,0 +1,286 @@
+"""Triton kernels against their references and against float64, on a GPU or in the interpreter.
+
+Run with TRITON_INTERPRET=1 on a machine without a GPU; every output is poisoned before a kernel writes it.
+"""
+
+import itertools
+
+import pytest
+import torch
+from locks_hf.kernels import SummaryLayout, attend, backend, combine, score, summarize, top_pages
+from locks_hf.kernels.attend import attend_reference
+from locks_hf.kernels.layout import dequantize
+from locks_hf.kernels.score import score_reference
+from locks_hf.kernels.select import combine_reference, top_pages_reference
+from locks_hf.kernels.summarize import summarize_reference
+from locks_hf.kernels.summarize.reference import page_factors
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+pytestmark = pytest.mark.skipif(
+    not ON_GPU and not backend.interpreting(), reason="needs a CUDA device or TRITON_INTERPRET=1"
+)
+
+HEAD_DIMS = (64, 96, 128, 256)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Interpreting every combination takes hours; a GPU takes seconds.
+GRID = list(itertools.product(HEAD_DIMS, DTYPES))
+if not ON_GPU:
+    GRID = list(zip(HEAD_DIMS, (torch.float32, torch.bfloat16, torch.float16, torch.float32), strict=True))
+GRID.append((40, torch.float32))
+GRID_IDS = [f"d{d}-{str(dtype).removeprefix('torch.')}" for d, dtype in GRID]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Fill what torch.empty returns: NaN for floats, the largest value for integers."""
+    real_empty = torch.empty
+
+    def empty(*args, **kwargs):
+        out = real_empty(*args, **kwargs)
+        return out.fill_(float("nan") if out.dtype.is_floating_point else torch.iinfo(out.dtype).max)
+
+    monkeypatch.setattr(torch, "empty", empty)
+
+
+@pytest.fixture
+def rng():
+    generator = torch.Generator().manual_seed(torch.seed() % 2**31)
+    return generator
+
+
+def randn(rng, *shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=rng).to(dtype).to(DEVICE)
+
+
+def low_rank_pages(rng, n, page_size, head_dim, dtype):
+    """Pages with a decaying spectrum, like real keys, and the degenerate ones that occur in practice."""
+    spectrum = torch.logspace(0, -2, page_size)
+    left, right = (
+        torch.randn(n, page_size, page_size, generator=rng),
+        torch.randn(n, page_size, head_dim, generator=rng),
+    )
+    keys = left @ (spectrum[:, None] * right) + torch.randn(n, 1, head_dim, generator=rng) * 3
+    keys[1] = 1.25
+    keys[2] = 0
+    keys[3, 1:] = keys[3, :1]
+    keys[4, 0] *= 200
+    keys[5] *= 1e-4
+    return keys.to(dtype).to(DEVICE)
+
+
+def reconstruction(summaries, layout):
+    centroid, coefficients, basis = dequantize(summaries, layout)
+    return centroid[:, None, :] + coefficients @ basis
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), GRID, ids=GRID_IDS)
+@pytest.mark.parametrize("refit", [True, False], ids=["refit", "project"])
+@pytest.mark.parametrize(("rank", "bits", "page_size"), [(8, 4, 16), (3, 2, 16), (15, 8, 16), (1, 16, 16), (4, 4, 32)])
+def test_summarize(rng, head_dim, dtype, rank, bits, page_size, refit):
+    layout = SummaryLayout(head_dim, rank, page_size, bits)
+    keys = low_rank_pages(rng, 13, page_size, head_dim, dtype)
+    got = summarize(keys, layout, refit)
+    expected = summarize_reference(keys, layout, refit)
+    for name, (shape, field_dtype) in layout.fields().items():
+        assert got[name].shape == (13, *shape)
+        assert got[name].dtype == field_dtype
+    assert sum(array.nbytes for array in got.values()) == 13 * layout.bytes_per_page
+    assert torch.isfinite(got["scales"].float()).all()
+    # The centroid needs no eigenvectors: codes agree but for rounding of the mean.
+    assert (got["centroid"].int() - expected["centroid"].int()).abs().max() <= 1
+
+    keys = keys.double()
+    scale = (keys - keys.mean(1, keepdim=True)).flatten(1).norm(dim=1) + 1e-2 * keys.flatten(1).norm(dim=1) + 1e-30
+    got_error = (reconstruction(got, layout).double() - keys).flatten(1).norm(dim=1) / scale
+    ref_error = (reconstruction(expected, layout).double() - keys).flatten(1).norm(dim=1) / scale
+    assert torch.isfinite(got_error).all()
+    # Same quality page by page; a column may round differently, so a small slack.
+    assert (got_error <= 1.25 * ref_error + 0.02).all(), (got_error / ref_error, got_error)
+    assert got_error.mean() <= 1.05 * ref_error.mean() + 0.002
+
+
+@pytest.mark.parametrize("page_size", [4, 16, 32, 64])
+def test_summarize_finds_the_best_subspace(rng, page_size):
+    """With a bf16 basis the residual is the optimal one of the float64 factors."""
+    rank = min(8, page_size - 1)
+    layout = SummaryLayout(64, rank, page_size, 16)
+    keys = low_rank_pages(rng, 9, page_size, 64, torch.float32)[6:]
+    got = reconstruction(summarize(keys, layout, True), layout).double()
+    centroid, coefficients, basis = page_factors(keys, rank)
+    best = (centroid[:, None, :] + coefficients @ basis - keys).flatten(1).norm(dim=1)
+    size = (keys.double() - centroid[:, None, :]).flatten(1).norm(dim=1)
+    centroid_rounding = centroid.abs().amax(dim=1) / 127 / 2 * 1.01 * (page_size * 64) ** 0.5  # half a step everywhere
+    assert ((got - keys).flatten(1).norm(dim=1) <= 1.01 * best + 0.01 * size + centroid_rounding).all()
+
+
+def test_summarize_strided_and_broken_pages(rng):
+    layout = SummaryLayout(64, 4)
+    wide = randn(rng, 5, 16, 80)
+    keys = wide[..., :64]
+    assert not keys.is_contiguous()
+    got, expected = summarize(keys, layout), summarize(keys.contiguous(), layout)
+    for name in got:
+        assert torch.equal(got[name], expected[name])
+    keys = keys.contiguous()
+    keys[1, 3, 5] = float("nan")
+    keys[2, 0, 0] = float("inf")
+    keys[3] = float("-inf")
+    scales = summarize(keys, layout)["scales"].float()
+    assert scales[:, 0].isnan().tolist() == [False, True, True, True, False]
+    assert scales[:, 1:].isfinite().all()
+    # A broken page changes no other page.
+    for name in ("basis", "coefficients", "centroid", "scales"):
+        assert torch.equal(summarize(keys, layout)[name][[0, 4]], expected[name][[0, 4]])
+
+
+def random_summaries(rng, layout, batch, heads, capacity):
+    keys = torch.randn(batch * heads * capacity, layout.page_size, layout.head_dim, generator=rng)
+    summaries = summarize_reference(keys, layout, True)
+    return {name: a.unflatten(0, (batch, heads, capacity)).to(DEVICE) for name, a in summaries.items()}
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), GRID, ids=GRID_IDS)
+@pytest.mark.parametrize(
+    ("rank", "bits", "page_size", "group"),
+    [(8, 4, 16, 4), (4, 2, 16, 3), (2, 8, 16, 1), (5, 16, 16, 16), (7, 4, 32, 7)],
+)
+def test_score(rng, head_dim, dtype, rank, bits, page_size, group):
+    layout = SummaryLayout(head_dim, rank, page_size, bits)
+    batch, heads, capacity, pages = 2, 2, 23, 21
+    summaries = random_summaries(rng, layout, batch, heads, capacity)
+    query = (randn(rng, batch, heads * group, head_dim) * 2).to(dtype)
+    n_pages = torch.tensor([pages, 6], dtype=torch.int32, device=DEVICE)
+    scaling = head_dim**-0.5
+    got = score(query, summaries, n_pages, pages, layout, scaling)
+
+    centroid, coefficients, basis = (part.double() for part in dequantize(summaries, layout))
+    keys = centroid[..., None, :] + coefficients @ basis  # (B, H, J, P, d)
+    logits = torch.einsum("bhgd,bhjpd->bhgjp", query.double().unflatten(1, (heads, group)), keys) * scaling
+    expected = torch.logsumexp(logits, dim=-1)[..., :pages]
+    for row, n in enumerate(n_pages.tolist()):
+        torch.testing.assert_close(got[row, ..., :n].double(), expected[row, ..., :n], rtol=1e-5, atol=1e-4)
+        assert (got[row, ..., n:] == float("-inf")).all()
+    reference = score_reference(query, summaries, n_pages, pages, layout, scaling)
+    torch.testing.assert_close(got, reference, rtol=1e-5, atol=1e-4)
+
+
+def test_score_survives_extreme_queries(rng):
+    layout = SummaryLayout(64, 8)
+    summaries = random_summaries(rng, layout, 1, 1, 5)
+    query = randn(rng, 1, 4, 64) * 3000  # logits far outside the range of exp
+    got = score(query, summaries, torch.tensor([5], dtype=torch.int32, device=DEVICE), 5, layout, 1.0)
+    assert torch.isfinite(got).all()
+    reference = score_reference(query, summaries, torch.tensor([5], device=DEVICE), 5, layout, 1.0)
+    torch.testing.assert_close(got, reference, rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("rule", ["share", "max", "mass"])
+@pytest.mark.parametrize("max_pages", [1, 2, 63, 1000, 1025])
+def test_combine(rng, rule, max_pages):
+    lse = randn(rng, 2, 3, 5, max_pages) * 10
+    n_pages = torch.tensor([max_pages, max(1, max_pages // 3)], dtype=torch.int32, device=DEVICE)
+    got = combine(lse, n_pages, rule)
+    expected = combine_reference(lse.double(), n_pages, rule)
+    for row, n in enumerate(n_pages.tolist()):
+        torch.testing.assert_close(got[row, :, :n].double(), expected[row, :, :n], rtol=1e-4, atol=1e-6)
+        assert (got[row, :, n:] == float("-inf")).all()
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["random", "ties"])
+@pytest.mark.parametrize("page_size", [16, 32])
+@pytest.mark.parametrize(("complete", "slots"), [(1, 2), (4, 4), (9, 4), (63, 8), (1030, 128), (40, 64)])
+def test_top_pages(rng, complete, slots, page_size, ties):
+    """The very same pages as the reference, in the same order."""
+    value = torch.randn(3, 2, complete, generator=rng).to(DEVICE)
+    if ties:
+        value = value.round()  # -0.0 included
+    lengths = [complete * page_size + 3, complete * page_size, max(1, complete // 2) * page_size - 1]
+    lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    value[2, :, int(lengths[2]) // page_size :] = float("-inf")
+    got = top_pages(value.float(), lengths, page_size, slots)
+    expected = top_pages_reference(value.float(), lengths, page_size, slots)
+    assert torch.equal(got, expected)
+    for row in range(3):
+        total = -(-int(lengths[row]) // page_size)
+        for head in range(2):
+            pages = got[row, head].tolist()
+            used = [page for page in pages if page >= 0]
+            assert used == sorted(set(used))
+            assert len(used) == min(slots, total)
+            assert {0, total - 1} <= set(used)
+
+
+def test_top_pages_with_nan_and_infinite_values():
+    value = torch.tensor([[[0.5, float("-inf"), 0.5, float("nan"), 0.1, float("-inf"), 0.2, 0.3]]], device=DEVICE)
+    lengths = torch.tensor([8 * 16], dtype=torch.int32, device=DEVICE)
+    for slots in range(2, 10):
+        got = top_pages(value, lengths, 16, slots)
+        assert torch.equal(got, top_pages_reference(value, lengths, 16, slots))
+    assert top_pages(value, lengths, 16, 3)[0, 0].tolist() == [0, 3, 7]
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), GRID, ids=GRID_IDS)
+@pytest.mark.parametrize(
+    ("group", "slots", "page_size"), [(1, 2, 16), (3, 9, 16), (8, 64, 16), (16, 5, 32), (7, 40, 4)]
+)
+def test_attend(rng, head_dim, dtype, group, slots, page_size):
+    batch, heads = 2, 2
+    total = slots + 3
+    capacity = total * page_size
+    keys, values = (randn(rng, batch, heads, capacity, head_dim, dtype=dtype) for _ in range(2))
+    query = randn(rng, batch, heads * group, head_dim, dtype=dtype)
+    lengths = torch.tensor([capacity - 3, 2 * page_size - 1], dtype=torch.int32, device=DEVICE)
+    # What lies past a row's end must never matter.
+    for row, length in enumerate(lengths.tolist()):
+        keys[row, :, length:] = float("nan")
+        values[row, :, length:] = float("nan")
+    pages = torch.full((batch, heads, slots), -1, dtype=torch.int32)
+    for head in range(heads):
+        others = torch.randperm(total - 1, generator=rng)[: slots - 1].sort().values
+        pages[0, head] = torch.cat([others, torch.tensor([total - 1])])
+        pages[1, head, :2] = torch.tensor([0, 1])
+    pages = pages.to(DEVICE)
+    scaling = head_dim**-0.5
+    got = attend(query, keys, values, pages, lengths, page_size, scaling)
+    assert got.dtype == dtype
+
+    expected = torch.empty(batch, heads * group, head_dim, dtype=torch.float64)
+    baseline_error = 0.0
+    for row, head in itertools.product(range(batch), range(heads)):
+        tokens = [
+            page * page_size + i
+            for page in pages[row, head].tolist()
+            if page >= 0
+            for i in range(page_size)
+            if page * page_size + i < int(lengths[row])
+        ]
+        q = query[row, head * group : (head + 1) * group]
+        k, v = keys[row, head, tokens], values[row, head, tokens]
+        exact = torch.softmax(q.double() @ k.double().T * scaling, dim=-1) @ v.double()
+        plain = torch.softmax((q @ k.T) * scaling, dim=-1) @ v
+        baseline_error = max(baseline_error, (plain.double() - exact).abs().max().item())
+        expected[row, head * group : (head + 1) * group] = exact.cpu()
+    error = (got.double().cpu() - expected).abs().max().item()
+    assert error <= 2 * baseline_error + 1e-5, (error, baseline_error)
+    reference = attend_reference(query, keys, values, pages, lengths, page_size, scaling)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(got, reference, rtol=tolerance, atol=tolerance)
+
+
+def test_attend_strided_query_and_empty_row(rng):
+    keys, values = (randn(rng, 2, 1, 64, 64) for _ in range(2))
+    query = randn(rng, 2, 4, 3, 64)[:, :, 1]  # as attention slices one token of several
+    assert not query.is_contiguous()
+    pages = torch.tensor([[[0, 2, 3]], [[-1, -1, -1]]], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([60, 0], dtype=torch.int32, device=DEVICE)
+    got = attend(query, keys, values, pages, lengths, 16, 0.125)
+    torch.testing.assert_close(got, attend_reference(query, keys, values, pages, lengths, 16, 0.125))
+    assert (got[1] == 0).all()
+
+
+def test_kernels_really_ran(monkeypatch):
+    """Dispatch reaches the kernels here: otherwise the tests above compare the reference with itself."""
+    assert backend.use_triton(torch.device(DEVICE))
+    monkeypatch.setenv("LOCKS_KERNELS", "reference")
+    assert not backend.use_triton(torch.device(DEVICE))
