@@ -96,14 +96,16 @@ class PaddingReader:
     def __init__(self):
         self._mask: torch.Tensor | None = None
         self._size = 0
+        self._reader = 0
         self._real: torch.Tensor | None = None
 
-    def new_tokens(self, mask: torch.Tensor | None, size: int) -> torch.Tensor | None:
+    def new_tokens(self, mask: torch.Tensor | None, size: int, reader: int) -> torch.Tensor | None:
         """Which of the last ``size`` positions are real.
 
         Args:
             mask: Padding mask ``(B, positions)``, true at real tokens, or ``None``: no padding.
             size: New positions.
+            reader: Who asks. A reader asks once per forward pass, so that its second question starts a new pass.
 
         Returns:
             bool ``(B, size)`` on the CPU, or ``None`` if all are real.
@@ -118,9 +120,10 @@ class PaddingReader:
                 f"the attention mask covers {mask.shape[1]} positions, but {size} new tokens were given: pass a mask "
                 "over all tokens, cached ones included"
             )
-        # All layers get the same mask object; reading it from the device once spares a wait per layer.
-        if mask is not self._mask or size != self._size:
-            real = mask[:, -size:].to(device="cpu", dtype=torch.bool)
-            self._mask, self._size = mask, size
+        # All layers get the same mask object; reading it from the device once spares a wait per layer. Between passes
+        # its content may change.
+        if mask is not self._mask or size != self._size or reader == self._reader:
+            real = mask[:, -size:].to(device="cpu", dtype=torch.bool, copy=True)
+            self._mask, self._size, self._reader = mask, size, reader
             self._real = None if bool(real.all()) else real
         return self._real
