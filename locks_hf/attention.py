@@ -42,8 +42,8 @@ def locks_mask(
     """Mask for the attention function ``"locks"``.
 
     Plain causal attention over a cache that holds exactly what was seen gets ``None`` or the 2-D padding mask, so that
-    a long prefill never builds a T x T mask. Everything else (sliding windows, packed sequences, static caches) gets the
-    4-D mask of SDPA.
+    a long prefill never builds a T x T mask. Everything else (sliding windows, packed sequences, static caches) gets
+    the 4-D mask of SDPA.
 
     Returns:
         ``None``, bool ``(B, kv_length)``, or bool ``(B, 1, q_length, kv_length)``.
@@ -105,7 +105,9 @@ def locks_attention(
     layer = handoff.take(key)
     if layer is None:
         mask = _dense_mask(attention_mask, query, key)
-        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=True, **kwargs
+        )
 
     _refuse_unsupported(attention_mask, dropout, kwargs)
     if scaling is None:
@@ -127,24 +129,25 @@ def locks_attention(
 
     if real is None and len(set(starts)) <= 1:
         if starts[0] == 0:
-            return sdpa_attention_forward(module, query, key, value, None, scaling=scaling)
+            return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True)
         return _dense_block(module, query, layer.keys, layer.values, starts[0], scaling), None
     return _dense_rows(module, query, layer, real, starts, scaling), None
 
 
 def _refuse_unsupported(attention_mask: torch.Tensor | None, dropout: float, kwargs: dict) -> None:
+    if kwargs.get("sliding_window") is not None:
+        raise ValueError(f"a sliding-window layer ({kwargs['sliding_window']} tokens): {_NEEDS_CONFIG}")
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(
             f"LocksCache takes a 2-D padding mask, got a mask of shape {tuple(attention_mask.shape)}: custom attention "
-            "patterns cannot be combined with page selection"
+            "patterns cannot be combined with page selection. If the model has local or chunked attention layers, pass "
+            "config=model.config to LocksCache"
         )
     if dropout:
         raise ValueError(f"LocksCache is for inference, got dropout {dropout}: call model.eval()")
     for name, feature in _UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"this model uses {feature} ({name}), which Locks does not support")
-    if kwargs.get("sliding_window") is not None:
-        raise ValueError(f"a sliding-window layer ({kwargs['sliding_window']} tokens): {_NEEDS_CONFIG}")
 
 
 def _dense_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
@@ -257,7 +260,7 @@ def _dense_rows(
         keys = layer.keys[row : row + 1, :, : lengths[row]]
         values = layer.values[row : row + 1, :, : lengths[row]]
         if starts[row] == 0:
-            row_out = sdpa_attention_forward(module, row_query, keys, values, None, scaling=scaling)[0]
+            row_out = sdpa_attention_forward(module, row_query, keys, values, None, scaling=scaling, is_causal=True)[0]
         else:
             row_out = _dense_block(module, row_query, keys, values, starts[row], scaling)
         out[row, new] = row_out[0]

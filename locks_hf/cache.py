@@ -123,7 +123,7 @@ class LocksLayer(CacheLayerMixin):
 
     def padding_of(self, attention_mask: torch.Tensor | None, size: int) -> torch.Tensor | None:
         """Which of the ``size`` new tokens are real; see :meth:`PaddingReader.new_tokens`."""
-        return self._padding.new_tokens(attention_mask, size)
+        return self._padding.new_tokens(attention_mask, size, reader=id(self))
 
     def is_staged(self, key: torch.Tensor) -> bool:
         """Whether ``key`` is the very tensor the last ``update`` returned, not yet committed."""
@@ -238,10 +238,9 @@ class LocksLayer(CacheLayerMixin):
             self._take_rows(rows)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows at ``indices`` (an index or bool tensor)."""
+        """Keep the rows at ``indices`` (an index tensor, counted from the end where negative, or a bool tensor)."""
         if self.is_initialized:
-            indices = torch.as_tensor(indices)
-            self._take_rows(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+            self._take_rows(torch.arange(self._ledger.batch)[torch.as_tensor(indices, device="cpu")])
 
     def offload(self) -> None:
         """Not supported.
@@ -266,6 +265,7 @@ class LocksLayer(CacheLayerMixin):
             ValueError: If they do not fit ``max_cache_len``; nothing is written then.
         """
         key, value = self._staged
+        self._staged = None  # on an error below nothing is kept of them
         size = key.shape[2]
         starts = self._ledger.lengths
         if real is None:
@@ -273,21 +273,22 @@ class LocksLayer(CacheLayerMixin):
         else:
             counts = real.sum(1).tolist()
         self._reserve(max(start + count for start, count in zip(starts, counts, strict=True)))
+        # Gradients reach the new tokens through what is returned; the buffers would keep every step's graph alive.
+        new_key, new_value = key.detach(), value.detach()
         if real is None and self._ledger.uniform:
             start = starts[0] if starts else 0
-            self._key_buffer[:, :, start : start + size] = key
-            self._value_buffer[:, :, start : start + size] = value
+            self._key_buffer[:, :, start : start + size] = new_key
+            self._value_buffer[:, :, start : start + size] = new_value
         elif real is None and size == 1:
             rows = torch.arange(self._ledger.batch, device=self.device)
-            self._key_buffer[rows, :, self._lengths.long()] = key[:, :, 0]
-            self._value_buffer[rows, :, self._lengths.long()] = value[:, :, 0]
+            self._key_buffer[rows, :, self._lengths.long()] = new_key[:, :, 0]
+            self._value_buffer[rows, :, self._lengths.long()] = new_value[:, :, 0]
         else:
             for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
                 chosen = slice(None) if real is None else real[row].to(self.device)
-                self._key_buffer[row, :, start : start + count] = key[row][:, chosen]
-                self._value_buffer[row, :, start : start + count] = value[row][:, chosen]
+                self._key_buffer[row, :, start : start + count] = new_key[row][:, chosen]
+                self._value_buffer[row, :, start : start + count] = new_value[row][:, chosen]
         is_draft_check = self._rolled_back and real is None and 1 < size <= _MAX_DRAFT
-        self._staged = None
         self._rolled_back = False
         self._last_append = size
         self._ledger.append(size, real)
@@ -302,8 +303,9 @@ class LocksLayer(CacheLayerMixin):
         if self._staged is not None:
             raise ValueError(
                 "the model's attention never asked this LocksCache for its pages: its attention implementation is not "
-                "'locks' (or a forward pass was interrupted). Load the model with attn_implementation='locks' or call "
-                "locks_hf.patch(model), then start again with a new cache or cache.reset()"
+                "'locks'. Load the model with attn_implementation='locks' or call locks_hf.patch(model), then start "
+                "again with a new cache or cache.reset(). (On a model that is on 'locks', either a forward pass was "
+                "interrupted, or it is a latent-attention model, which expands what it caches and is not supported)"
             )
 
     def _reserve(self, tokens: int) -> None:
@@ -315,6 +317,10 @@ class LocksLayer(CacheLayerMixin):
                 "larger max_cache_len, or without one to let it grow"
             )
         if tokens <= capacity:
+            if self._key_buffer.is_inference() and not torch.is_inference_mode_enabled():
+                # Made under torch.inference_mode, they cannot be written to outside it.
+                self._key_buffer, self._value_buffer = self._key_buffer.clone(), self._value_buffer.clone()
+                self.summaries = {name: array.clone() for name, array in self.summaries.items()}
             return
         wanted = limit if limit is not None else max(tokens + _HEADROOM_TOKENS, capacity + capacity // 2)
         pages = -(-wanted // page_size)
@@ -569,6 +575,26 @@ class LocksCache(Cache):
         ]
         return new
 
+    def get_conv_state(self, layer_idx: int, *args, **kwargs) -> torch.Tensor | None:
+        """As in :class:`transformers.Cache`.
+
+        Raises:
+            ValueError: If the cache was made without the model's config.
+        """
+        if not self._knows_layers:
+            raise ValueError(_NEEDS_CONFIG)
+        return super().get_conv_state(layer_idx, *args, **kwargs)
+
+    def get_recurrent_state(self, layer_idx: int, *args, **kwargs) -> torch.Tensor | None:
+        """As in :class:`transformers.Cache`.
+
+        Raises:
+            ValueError: If the cache was made without the model's config.
+        """
+        if not self._knows_layers:
+            raise ValueError(_NEEDS_CONFIG)
+        return super().get_recurrent_state(layer_idx, *args, **kwargs)
+
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args, **kwargs) -> torch.Tensor:
         """As in :class:`transformers.Cache`.
 
@@ -602,6 +628,14 @@ class LocksCache(Cache):
 
 def _layers_for(config: PreTrainedConfig, new_layer: partial) -> list:
     """Layers for a model config: Locks where Transformers would keep everything, its own layers elsewhere."""
+    text_config = config.get_text_config(decoder=True)
+    # The modes say it from Transformers 5.24 on, the number before.
+    modes = getattr(text_config, "kv_sharing_modes", None) or ()
+    if getattr(text_config, "num_kv_shared_layers", 0) or any(mode is not None for mode in modes):
+        raise ValueError(
+            f"some layers of {type(config).__name__} attend the cached keys of other layers (KV sharing), which Locks "
+            "does not support"
+        )
     layers = []
     for index, layer in enumerate(DynamicCache(config=config).layers):
         if type(layer) is DynamicLayer:

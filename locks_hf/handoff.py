@@ -2,7 +2,8 @@
 
 Transformers calls ``cache.update(key, value)`` and then ``attention(module, query, key, value)`` with what it returned,
 without the cache. ``update`` leaves its layer here; attention takes it only if the key is the very tensor that layer
-returned. Anything else, such as another model's keys, is not ours.
+returned. Anything else, such as another model's keys, is not ours. A layer that attends the keys of another one cannot
+be served this way and must not pass for a model without a LocksCache, so the keys remember that they were taken.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from .cache import LocksLayer
 
 _slot = threading.local()
+_TAKEN = "_locks_taken"
 
 
 def offer(layer: LocksLayer) -> None:
@@ -24,9 +26,18 @@ def offer(layer: LocksLayer) -> None:
 
 
 def take(key: torch.Tensor) -> LocksLayer | None:
-    """The layer whose staged keys are ``key`` itself, or ``None``."""
+    """The layer whose staged keys are ``key`` itself, or ``None``.
+
+    Raises:
+        ValueError: If the keys were taken before.
+    """
     layer = getattr(_slot, "layer", None)
     if layer is None or not layer.is_staged(key):
+        if hasattr(key, _TAKEN):
+            raise ValueError(
+                "two layers of this model attend the same cached keys (KV sharing), which LocksCache does not support"
+            )
         return None
     _slot.layer = None
+    setattr(key, _TAKEN, True)
     return layer

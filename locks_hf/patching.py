@@ -15,7 +15,7 @@ _originals: WeakKeyDictionary[PreTrainedModel, _Snapshot] = WeakKeyDictionary()
 
 
 class Patch:
-    """The result of :func:`patch`: ignore it to keep the patch, or use it as a context manager to undo it at the end."""
+    """The result of :func:`patch`: ignored, it keeps the patch; as a context manager it undoes it at the end."""
 
     def __init__(self, model: PreTrainedModel, before: _Snapshot, was_patched: bool):
         self._model = model
