@@ -26,7 +26,7 @@ from .stats import CacheStats, LayerCounters
 _HEADROOM_TOKENS = 512
 # Pages summarised at once: bounds the float64 temporaries of the reference.
 _SUMMARIZE_CHUNK = 1 << 16
-# An append of at most this many tokens that follows a partial rollback of one such is the check of drafted tokens.
+# In assisted generation an append of at most this many tokens that follows a rollback is the check of drafted tokens.
 _MAX_DRAFT = 64
 
 # Layers of other kinds that keep what Transformers gives them. DummyLayer exists in later versions only.
@@ -53,6 +53,7 @@ class LocksLayer(CacheLayerMixin):
         config: Shared configuration of the cache.
         selector: Shared page selector.
         padding: Shared reader of attention masks.
+        drafting: Whether assisted generation has begun; see :meth:`activate_past_recording`.
     """
 
     is_compileable = False
@@ -60,11 +61,12 @@ class LocksLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, config: LocksConfig, selector: PageSelector, padding: PaddingReader):
+    def __init__(self, config: LocksConfig, selector: PageSelector, padding: PaddingReader, drafting: bool = False):
         self.config = config
         self.selector = selector
         self._padding = padding
         self._clear()
+        self._drafting = drafting
 
     def _clear(self) -> None:
         self.is_initialized = False
@@ -76,6 +78,7 @@ class LocksLayer(CacheLayerMixin):
         self._lengths: torch.Tensor | None = None  # int32 (B,) on the device
         self._summarized: list[int] = []  # pages of each row that have a summary
         self._staged: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._drafting = False
         self._last_append = 0
         self._rolled_back = False
 
@@ -222,10 +225,15 @@ class LocksLayer(CacheLayerMixin):
             return
         self._require_committed()
         removed = -tokens_to_remove
-        self._rolled_back = removed < self._last_append <= _MAX_DRAFT
+        self._rolled_back = self._drafting and removed < self._last_append
         if removed:
             self._ledger.drop_last(removed)
             self._sync_rows()
+
+    def activate_past_recording(self) -> None:
+        """Assisted generation begins: from its first rollback on, several tokens at once are drafts to check."""
+        self._drafting = True
+        self._rolled_back = False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Replace the rows by those at ``beam_idx``."""
@@ -406,7 +414,7 @@ class LocksLayer(CacheLayerMixin):
         new._value_buffer[:, :, : self.max_length] = self.values
         new._ledger = self._ledger.copy()
         new._lengths = self._lengths.clone()
-        new._last_append, new._rolled_back = self._last_append, self._rolled_back
+        new._drafting, new._last_append, new._rolled_back = self._drafting, self._last_append, self._rolled_back
         if selector.summary_key(config) == self.selector.summary_key(self.config):
             pages = self.max_length // config.page_size
             for name, array in self.summaries.items():
@@ -574,6 +582,12 @@ class LocksCache(Cache):
             for layer in self.layers
         ]
         return new
+
+    def activate_past_recording(self) -> None:
+        """Assisted generation begins; tells the layers, those still to be made included."""
+        if self.layer_class_to_replicate is not None:
+            self.layer_class_to_replicate = partial(self.layer_class_to_replicate, drafting=True)
+        super().activate_past_recording()
 
     def get_conv_state(self, layer_idx: int, *args, **kwargs) -> torch.Tensor | None:
         """As in :class:`transformers.Cache`.
