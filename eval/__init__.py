@@ -1,0 +1,1 @@
+"""Evaluation harnesses: ``python -m locks_hf.eval``."""

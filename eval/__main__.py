@@ -1,0 +1,62 @@
+"""Command line of the evaluation harnesses."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .plot import plot_scores
+from .report import make_tables, read_rows
+from .ruler import command as ruler
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Args:
+        argv: Arguments; ``None`` takes those of the process.
+
+    Returns:
+        Exit status: 0, 1 if a record could not be answered, 2 for bad input, 130 if interrupted.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="python -m locks_hf.eval", description="Evaluation of sparse decoding.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    ruler.add_arguments(
+        commands.add_parser(
+            "ruler",
+            help="the eight needle tasks of RULER",
+            description="The eight needle tasks of RULER under several cache settings. Results go to stdout, "
+            "progress to stderr; an interrupted run goes on when the same command is given again.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
+    report = commands.add_parser("report", help="tables of a run, in markdown")
+    plot = commands.add_parser("plot", help="score against budget of a run")
+    for command in (report, plot):
+        command.add_argument("run", type=Path, metavar="RUNDIR", help="output directory of a run")
+    plot.add_argument("--output", type=Path, metavar="PNG", help="image file (default: RUNDIR/plot.png)")
+    args = parser.parse_args(argv)
+    try:
+        if args.command == "ruler":
+            return ruler.run(args, f"python -m locks_hf.eval {shlex.join(argv)}")
+        rows = read_rows(args.run)
+        if args.command == "report":
+            print(make_tables(rows))
+        else:
+            output = args.output or args.run / "plot.png"
+            plot_scores(rows, output)
+            print(output)
+        return 0
+    except (ValueError, ImportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
