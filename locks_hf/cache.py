@@ -86,7 +86,7 @@ class LocksLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """Cached keys ``(B, H, longest row, d)``, a view; shorter rows are undefined past their length."""
+        """Cached keys ``(B, H, longest row, d)``, a view; shorter rows hold anything finite past their length."""
         return None if self._key_buffer is None else self._key_buffer[:, :, : self.max_length]
 
     @property
@@ -447,8 +447,11 @@ class LocksLayer(CacheLayerMixin):
 
 
 def _grown(buffer: torch.Tensor, size: int) -> torch.Tensor:
-    """``buffer`` with its third dimension enlarged to ``size``, old content first."""
-    grown = buffer.new_empty((*buffer.shape[:2], size, *buffer.shape[3:]))
+    """``buffer`` with its third dimension enlarged to ``size``: old content, then zeros.
+
+    Dense attention masks what is past the end of a shorter row, but no mask silences a NaN in unwritten memory.
+    """
+    grown = buffer.new_zeros((*buffer.shape[:2], size, *buffer.shape[3:]))
     grown[:, :, : buffer.shape[2]] = buffer
     return grown
 
