@@ -553,6 +553,15 @@ class LocksCache(Cache):
             stats.kv_bytes_read_per_step = sum(a * p for a, p in zip(attended, per_token, strict=True)) / steps
         return stats
 
+    def reset(self) -> None:
+        """Drop everything, counters included."""
+        for layer in self.layers:
+            if isinstance(layer, DynamicLayer):
+                # Transformers 5.17 zeroes these layers and then appends to the zeros.
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+            layer.reset()
+
     def reset_stats(self) -> None:
         """Set all counters to zero."""
         for layer in self.locks_layers:
