@@ -53,7 +53,8 @@ def _summarize_kernel(
     rank_tolerance,
     ridge_factor,
     D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     P: tl.constexpr,
     BLOCK_P: tl.constexpr,
     R: tl.constexpr,
@@ -64,10 +65,15 @@ def _summarize_kernel(
 ):
     page = tl.program_id(0).to(tl.int64)
     token = tl.arange(0, BLOCK_P)
-    channel = tl.arange(0, BLOCK_D)
+    # Channels in the order of the packed basis: PARTS runs of WIDTH channels, each padded to BLOCK_W.
+    WIDTH: tl.constexpr = D // PARTS
+    BLOCK_D: tl.constexpr = PARTS * BLOCK_W
+    lane = tl.arange(0, BLOCK_D)
+    channel = (lane // BLOCK_W) * WIDTH + lane % BLOCK_W
+    m_channel = lane % BLOCK_W < WIDTH
     # Basis columns share the block size of tokens: r < P, and tl.dot wants at least 16.
     column = tl.arange(0, BLOCK_P)
-    m_key = (token < P)[:, None] & (channel < D)[None, :]
+    m_key = (token < P)[:, None] & m_channel[None, :]
     p_key = keys_ptr + page * stride_page + token[:, None] * stride_token + channel[None, :]
     b_key = tl.load(p_key, mask=m_key, other=0.0).to(tl.float32)
 
@@ -77,7 +83,6 @@ def _summarize_kernel(
 
     b_mean = tl.sum(b_key / P, axis=0)
     mean_codes, mean_scale = _quantize(b_mean, 0, 127)
-    m_channel = channel < D
     tl.store(centroid_ptr + page * D + channel, mean_codes.to(tl.int8), mask=m_channel)
     p_scale = scales_ptr + page * N_SCALES
     tl.store(p_scale, tl.where(broken, float("nan"), mean_scale).to(tl.bfloat16))
@@ -121,14 +126,9 @@ def _summarize_kernel(
             if BITS == 8:
                 tl.store(basis_ptr + (page * R + i_column) * D + channel, codes.to(tl.int8), mask=m_channel)
             else:
-                PARTS: tl.constexpr = 8 // BITS
-                WIDTH: tl.constexpr = D // PARTS
-                biased = codes.to(tl.int32) + (1 << (BITS - 1))
-                # Byte i collects the codes of channels i, i + WIDTH, ...: a one-hot sum over the channels.
-                byte = tl.arange(0, BLOCK_D)
-                shifted = biased << (BITS * (channel // WIDTH))
-                here = (channel[None, :] % WIDTH == byte[:, None]) & m_channel[None, :]
-                packed = tl.sum(tl.where(here, shifted[None, :], 0), axis=1)
+                biased = (codes.to(tl.int32) + (1 << (BITS - 1))) << (BITS * (lane // BLOCK_W))
+                packed = tl.sum(tl.reshape(biased, (PARTS, BLOCK_W)), axis=0)
+                byte = tl.arange(0, BLOCK_W)
                 p_basis = basis_ptr + (page * R + i_column) * WIDTH + byte
                 tl.store(p_basis, packed.to(tl.uint8), mask=byte < WIDTH)
         b_basis = tl.where(column[:, None] == i_column, b_used[None, :], b_basis)
@@ -158,6 +158,12 @@ def _summarize_kernel(
     tl.store(p_coefficient, codes.to(tl.int8), mask=(token < P)[:, None] & (column < R)[None, :])
 
 
+def summarize_warps(head_dim: int, page_size: int) -> int:
+    """Warps a page: about 64 of a page's entries a thread, more would spill registers."""
+    entries = triton.next_power_of_2(head_dim) * max(16, page_size)
+    return min(8, max(1, entries // (32 * 64)))
+
+
 def summarize_triton(keys: torch.Tensor, layout: SummaryLayout, refit: bool) -> dict[str, torch.Tensor]:
     """Launch the kernel; arguments and result as in :func:`locks_hf.kernels.summarize.summarize`."""
     if keys.stride(-1) != 1:
@@ -175,7 +181,8 @@ def summarize_triton(keys: torch.Tensor, layout: SummaryLayout, refit: bool) -> 
         RANK_TOLERANCE,
         REFIT_RIDGE,
         D=layout.head_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(layout.head_dim)),
+        PARTS=layout.codes_per_byte,
+        BLOCK_W=max(16 // layout.codes_per_byte, triton.next_power_of_2(layout.basis_width)),
         P=layout.page_size,
         BLOCK_P=max(16, layout.page_size),
         R=layout.rank,
@@ -183,6 +190,6 @@ def summarize_triton(keys: torch.Tensor, layout: SummaryLayout, refit: bool) -> 
         REFIT=refit,
         SQUARINGS=SQUARINGS,
         N_SCALES=layout.n_scales,
-        num_warps=1 if layout.page_size <= 16 else 4,
+        num_warps=summarize_warps(layout.head_dim, layout.page_size),
     )
     return out
