@@ -56,6 +56,12 @@ class Arm:
             not self.refit,
         )
 
+    @property
+    def run_order(self) -> tuple:
+        """Sort key that puts arms with the same summaries next to each other, so that these are built once."""
+        place, selector, budget, *summaries = self.order
+        return (place, selector, *summaries, budget)
+
 
 def make_arms(
     selectors: Sequence[str],

@@ -14,7 +14,7 @@ from locks_hf import LocksCache
 from .arms import Arm
 
 
-@dataclass(frozen=True)
+@dataclass
 class Prefill:
     """A batch of prompts that has been through the model.
 
@@ -22,11 +22,33 @@ class Prefill:
         ids: Prompt and first new token, left padded, ``[rows, width + 1]`` int64.
         mask: 1 where ``ids`` is no padding, same shape.
         cache: Keys and values of the prompts.
+        fork: The copy that the last arm continued, cut back to the prompts, for arms with the same summaries.
     """
 
     ids: torch.Tensor
     mask: torch.Tensor
     cache: LocksCache
+    fork: LocksCache | None = None
+
+    def cache_for(self, arm: Arm) -> LocksCache:
+        """A copy of the prompts' cache with the settings of ``arm``, which must be given back by :meth:`cut_back`."""
+        settings = arm.cache_settings()
+        budget = settings.pop("budget", None)
+        fork, self.fork = self.fork, None  # before a new copy is made, so that both never take memory at once
+        if fork is not None and fork.selector.name == settings.pop("selector"):
+            held = vars(fork.locks_config)
+            if all(held[name] == value for name, value in settings.items()):
+                fork.reconfigure(budget=budget)
+                fork.reset_stats()
+                return fork
+        del fork
+        return self.cache.fork(**arm.cache_settings())
+
+    def cut_back(self, cache: LocksCache) -> None:
+        """Take the new tokens off a copy and keep it, unless it has layers that cannot forget tokens."""
+        if len(cache.locks_layers) == len(cache.layers):
+            cache.crop(self.cache.get_seq_length() - cache.get_seq_length())
+            self.fork = cache
 
 
 @dataclass(frozen=True)
@@ -111,11 +133,11 @@ class Engine:
 
     @torch.inference_mode()
     def decode(self, prefill: Prefill, arm: Arm) -> Decoded:
-        """Continue a prefilled batch under one arm; ``prefill`` stays as it is."""
+        """Continue a prefilled batch under one arm; the prompts of ``prefill`` stay as they are."""
         ids, stats = prefill.ids, None
         prompt = ids.shape[1] - 1
         if self.max_new_tokens > 1 and not self._stop.issuperset(ids[:, -1].tolist()):
-            cache = prefill.cache.fork(**arm.cache_settings())
+            cache = prefill.cache_for(arm)
             ids = self.model.generate(
                 ids,
                 attention_mask=prefill.mask,
@@ -123,6 +145,7 @@ class Engine:
                 **{self._cache_argument: cache},
             )
             stats = cache.stats()
+            prefill.cut_back(cache)
         # Cut by token ids: a prompt's text cannot be cut off the front of a decoded string.
         texts = [self._text(row) for row in ids[:, prompt:].tolist()]
         if stats is None:

@@ -76,7 +76,7 @@ def run_length(
         prefill = arm = None
         try:
             prefill = engine.prefill([record.text for record in records])
-            for arm, rows in missing.items():
+            for arm, rows in sorted(missing.items(), key=lambda item: item[0].run_order):
                 decoded = engine.decode(prefill, arm)
                 for row in rows:
                     store.add(

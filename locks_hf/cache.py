@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -510,12 +511,15 @@ class LocksCache(Cache):
         )
         self.selector = resolve_selector(selector)
         self._padding = PaddingReader()
-        new_layer = partial(LocksLayer, self.locks_config, self.selector, self._padding)
+        new_layer = self._layer_factory()
         self._knows_layers = config is not None
         if config is None:
             super().__init__(layer_class_to_replicate=new_layer)
         else:
             super().__init__(layers=_layers_for(config, new_layer))
+
+    def _layer_factory(self) -> partial:
+        return partial(LocksLayer, self.locks_config, self.selector, self._padding)
 
     @property
     def locks_layers(self) -> list[LocksLayer]:
@@ -566,6 +570,23 @@ class LocksCache(Cache):
         """Set all counters to zero."""
         for layer in self.locks_layers:
             layer.counters = LayerCounters()
+
+    def reconfigure(self, *, budget: int | None = None, combine: str | None = None) -> None:
+        """Change what later decode steps read. What is stored does not depend on these, so nothing is rebuilt.
+
+        Args:
+            budget: New budget in tokens.
+            combine: New combine rule.
+
+        Raises:
+            ValueError: If a value is out of range; nothing is changed then.
+        """
+        changes = {name: value for name, value in (("budget", budget), ("combine", combine)) if value is not None}
+        self.locks_config = replace(self.locks_config, **changes)
+        if self.layer_class_to_replicate is not None:
+            self.layer_class_to_replicate = self._layer_factory()
+        for layer in self.locks_layers:
+            layer.config = self.locks_config
 
     def fork(self, *, selector: str | PageSelector | None = None, **changes) -> LocksCache:
         """A new cache with a copy of the cached tokens, and its own configuration, selector, summaries and counters.

@@ -70,6 +70,18 @@ def test_arms_do_not_disturb_each_other(engine, texts):
     assert len({tuple(decoded.texts) for decoded in first}) > 1
 
 
+def test_arms_of_equal_summaries_share_one_copy(engine, texts, monkeypatch):
+    made = []
+    fork = LocksCache.fork
+    monkeypatch.setattr(LocksCache, "fork", lambda self, **settings: made.append(settings) or fork(self, **settings))
+    arms = [Arm("locks", 4, 4, True, budget) for budget in (32, 64, 4096)] + [Arm("locks", 2, 4, True, 32)]
+    prefill = engine.prefill(texts[:2])
+    shared = [engine.decode(prefill, arm) for arm in arms]
+    assert [settings["rank"] for settings in made] == [4, 2]
+    alone = [engine.decode(engine.prefill(texts[:2]), arm) for arm in arms]
+    assert shared == alone
+
+
 def stop_at(engine, token):
     """The same model and tokenizer with an end-of-sequence token."""
     engine.model.generation_config.eos_token_id = token
