@@ -142,10 +142,11 @@ def check_bytes(layer):
     lengths, size = layer.row_lengths, layer.config.page_size
     held = layer.held_bytes()
     pages = sum(length // size for length in lengths)
-    per_page = sum(array[0, :, 0].nbytes for array in layer.summaries.values()) if layer.summaries else 0
+    per_page = sum(array.nbytes // max(1, array.shape[0] * array.shape[2]) for array in layer.summaries.values())
     assert held["summary_bytes"] == pages * per_page
     assert held["summary_bytes_allocated"] == sum(array.nbytes for array in layer.summaries.values())
-    per_token = layer.key_buffer[0, :, 0].nbytes + layer.value_buffer[0, :, 0].nbytes
+    heads, head_dim = layer.key_buffer.shape[1], layer.key_buffer.shape[3]
+    per_token = 2 * heads * head_dim * layer.key_buffer.element_size()
     assert held["kv_bytes"] == sum(lengths) * per_token
     assert held["kv_bytes_allocated"] == layer.key_buffer.nbytes + layer.value_buffer.nbytes
 
