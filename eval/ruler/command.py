@@ -16,14 +16,14 @@ from tqdm import tqdm
 
 from locks_hf.models import load
 
-from ..arms import make_arms
+from ..arms import Arm, make_arms
 from ..engine import Engine
 from ..environment import describe
 from ..haystack import Haystack
 from ..report import make_rows, make_tables
 from ..runner import make_batches, run_length
 from ..store import RunStore, settings_hash
-from .generator import CHAT_TEMPLATES, NeedleGenerator
+from .generator import CHAT_TEMPLATES, NeedleGenerator, Record
 from .tasks import TASKS
 from .words import words_identity
 
@@ -36,9 +36,8 @@ DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 EXAMPLES = """examples:
   python -m locks_hf.eval ruler --budget 64
-  python -m locks_hf.eval ruler --budget 64 128 256 --selector full oracle locks quest --rank 8 4 2 --refit on
-  off python -m locks_hf.eval ruler --model meta-llama/Llama-3.1-8B-Instruct --lengths 16384 32768
-  --chat-template chat
+  python -m locks_hf.eval ruler --budget 64 128 --selector full oracle locks quest --rank 8 4 2 --refit on off
+  python -m locks_hf.eval ruler --model Qwen/Qwen3-4B --lengths 16384 32768 --chat-template chat
 """
 
 
@@ -120,18 +119,7 @@ def run(args: argparse.Namespace, command: str) -> int:
     tasks = _distinct(args.tasks)
     lengths = _distinct(args.lengths or defaults["lengths"])
     limit = defaults["limit"] if args.limit is None else args.limit
-    dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
-    for task in tasks:
-        if task not in TASKS:
-            raise ValueError(f"unknown task {task!r}; there are: {', '.join(TASKS)}")
-    numbers = [
-        ("--limit", limit),
-        ("--max-new-tokens", args.max_new_tokens),
-        *(("--lengths", n) for n in lengths),
-    ]
-    for option, value in numbers:
-        if value < 1:
-            raise ValueError(f"{option} must be at least 1, got {value}")
+    _check_records(tasks, lengths, limit, args.max_new_tokens)
     refits = [value == "on" for value in args.refit or ["on"]]
     arms = make_arms(args.selector, args.budget, args.rank, args.basis_bits, refits)
     haystack = Haystack(args.haystack)
@@ -140,7 +128,7 @@ def run(args: argparse.Namespace, command: str) -> int:
         "protocol": PROTOCOL,
         "model": args.model,
         "device": device.type,
-        "dtype": dtype,
+        "dtype": args.dtype or ("bfloat16" if on_gpu else "float32"),
         "seed": args.seed,
         "max_new_tokens": args.max_new_tokens,
         "chat_template": args.chat_template,
@@ -157,22 +145,16 @@ def run(args: argparse.Namespace, command: str) -> int:
                 f"without a GPU the defaults are reduced to {_as_options(CPU_DEFAULTS)}, from "
                 f"{_as_options(GPU_DEFAULTS)}"
             )
-        model, tokenizer = load(args.model, device=str(device), dtype=dtype)
+        model, tokenizer = load(args.model, device=str(device), dtype=settings["dtype"])
         window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if window is not None and max(lengths) > window:
             raise ValueError(f"--lengths {max(lengths)} is beyond the window of {args.model}: {window} tokens")
+        options = {name: getattr(args, name) for name in ("seed", "max_new_tokens", "chat_template")}
         generators = {
-            (task, length): NeedleGenerator(
-                TASKS[task],
-                length,
-                tokenizer,
-                haystack=haystack,
-                seed=args.seed,
-                max_new_tokens=args.max_new_tokens,
-                chat_template=args.chat_template,
-            )
+            length: {
+                task: NeedleGenerator(TASKS[task], length, tokenizer, haystack=haystack, **options) for task in tasks
+            }
             for length in lengths
-            for task in tasks
         }
         engine = Engine(
             model, tokenizer, max_new_tokens=args.max_new_tokens, add_special_tokens=args.chat_template == "none"
@@ -180,32 +162,12 @@ def run(args: argparse.Namespace, command: str) -> int:
         store.begin(sweep)
         if store.cut_bytes:
             _log("the samples file ended inside a line; that sample is made again")
-        with (
-            tqdm(total=len(generators) * limit * len(arms), unit="sample", dynamic_ncols=True) as progress,
-            _terminate_like_interrupt(),
-        ):
-            progress.update(
-                sum(
-                    (*place, index, arm) in store.done for place in generators for index in range(limit) for arm in arms
-                )
-            )
-            failed = 0
-            try:
-                for length in lengths:
-                    size = engine.batch_size_for(length) if args.batch_size == "auto" else int(args.batch_size)
-                    failed += run_length(
-                        length,
-                        make_batches(tasks, limit, size),
-                        arms,
-                        lambda task, index, length=length: generators[task, length].record(index),
-                        engine,
-                        store,
-                        progress,
-                    )
-            except KeyboardInterrupt:
-                progress.close()
-                _log(f"interrupted: {len(store.samples)} samples are kept; the same command goes on from there")
-                return 130
+        try:
+            with _terminate_like_interrupt():
+                failed = _answer(generators, limit, arms, engine, store, settings["batch_size"])
+        except KeyboardInterrupt:
+            _log(f"interrupted: {len(store.samples)} samples are kept; the same command goes on from there")
+            return 130
         rows = make_rows(store.samples)
         results = store.write_results(rows, describe(device, command))
     print(make_tables(rows))
@@ -213,6 +175,47 @@ def run(args: argparse.Namespace, command: str) -> int:
     if failed:
         _log(f"{failed} samples ran out of GPU memory: see {output / 'errors.jsonl'}")
     return 1 if failed else 0
+
+
+def _answer(
+    generators: dict[int, dict[str, NeedleGenerator]],
+    limit: int,
+    arms: Sequence[Arm],
+    engine: Engine,
+    store: RunStore,
+    batch_size: int | str,
+) -> int:
+    """Answer all records of all lengths; returns how many samples could not be made."""
+    failed = 0
+    wanted = [
+        (task, length, index, arm)
+        for length, tasks in generators.items()
+        for task in tasks
+        for index in range(limit)
+        for arm in arms
+    ]
+    with tqdm(total=len(wanted), unit="sample", dynamic_ncols=True) as progress:
+        progress.update(sum(sample in store.done for sample in wanted))
+        for length, tasks in generators.items():
+            batches = make_batches(
+                list(tasks), limit, engine.batch_size_for(length) if batch_size == "auto" else batch_size
+            )
+
+            def make_record(task: str, index: int, tasks: dict[str, NeedleGenerator] = tasks) -> Record:
+                return tasks[task].record(index)
+
+            failed += run_length(length, batches, arms, make_record, engine, store, progress)
+    return failed
+
+
+def _check_records(tasks: Sequence[str], lengths: Sequence[int], limit: int, max_new_tokens: int) -> None:
+    for task in tasks:
+        if task not in TASKS:
+            raise ValueError(f"unknown task {task!r}; there are: {', '.join(TASKS)}")
+    options = [("--limit", limit), ("--max-new-tokens", max_new_tokens), *(("--lengths", length) for length in lengths)]
+    for option, value in options:
+        if value < 1:
+            raise ValueError(f"{option} must be at least 1, got {value}")
 
 
 def _device(name: str | None) -> torch.device:
