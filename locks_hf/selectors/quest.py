@@ -54,7 +54,9 @@ class QuestSelector(PageSelector):
         value = torch.nn.functional.pad(value, (0, max_total - max_complete))
         page = torch.arange(max_total, device=query.device)
         last = n_total.view(-1, 1, 1, 1) - 1
-        value = torch.where((page == last) | value.isnan(), float("inf"), value)
+        largest = torch.finfo(torch.float32).max
+        value = value.nan_to_num(nan=largest, posinf=largest, neginf=float("-inf"))
+        value = torch.where(page == last, float("inf"), value)
         value = value.masked_fill(page > last, float("-inf"))
         best = torch.sort(value, dim=-1, descending=True, stable=True).indices[..., :slots]
         chosen = torch.zeros(value.shape, dtype=torch.bool, device=query.device).scatter_(-1, best, True)

@@ -26,7 +26,10 @@ def top_pages_reference(value: torch.Tensor, lengths: torch.Tensor, page_size: i
     page = torch.arange(value.shape[-1], device=value.device)
     exists = page < n_total.view(batch, 1, 1)
     forced = (page == 0) | (page == n_total.view(batch, 1, 1) - 1)
-    value = torch.where(forced | value.isnan(), float("inf"), value)
+    # Below the forced pages also where it is infinite or NaN.
+    largest = torch.finfo(torch.float32).max
+    value = value.nan_to_num(nan=largest, posinf=largest, neginf=float("-inf"))
+    value = torch.where(forced, float("inf"), value)
     value = value.masked_fill(~exists, float("-inf"))
     # A stable sort keeps the lower index first among equals.
     order = torch.sort(value, dim=-1, descending=True, stable=True).indices[..., :slots]

@@ -77,10 +77,11 @@ def _combine_kernel(
 
 @triton.jit
 def _ordered_keys(value_ptr, page, n_complete, n_total):
-    """Unsigned keys in the order of the values; forced pages and NaN rank above all, missing pages at zero."""
+    """Unsigned keys in the order of the values; forced pages rank above all, then NaN, missing pages at zero."""
     value = tl.load(value_ptr + page, mask=page < n_complete, other=float("-inf"))
-    forced = (page == 0) | (page == n_total - 1) | (value != value)
-    value = tl.where(forced, float("inf"), value)
+    largest = 3.4028234663852886e38
+    value = tl.where(value <= largest, value, largest)  # NaN and infinity stay below the forced pages
+    value = tl.where((page == 0) | (page == n_total - 1), float("inf"), value)
     value = tl.where(value == 0.0, 0.0, value)  # -0.0 equals 0.0
     bits = value.to(tl.int32, bitcast=True)
     # Ordered as signed integers, then shifted to unsigned. -inf maps to 0x007fffff, so zero is free for "no page".
