@@ -41,9 +41,10 @@ def locks_mask(
 ) -> torch.Tensor | None:
     """Mask for the attention function ``"locks"``.
 
-    Plain causal attention over a cache that holds exactly what was seen gets ``None`` or the 2-D padding mask, so that
-    a long prefill never builds a T x T mask. Everything else (sliding windows, packed sequences, static caches) gets
-    the 4-D mask of SDPA.
+    Plain causal attention over a cache that holds exactly what was seen gets ``None`` or a 2-D padding mask, so that a
+    long prefill never builds a T x T mask. Everything else (sliding windows, packed sequences, static caches) gets
+    what SDPA would get. There ``None`` means that query ``i`` sees key 0 to ``i``; hence several tokens that continue
+    a cache get a 2-D mask also without padding.
 
     Returns:
         ``None``, bool ``(B, kv_length)``, or bool ``(B, 1, q_length, kv_length)``.
@@ -60,9 +61,11 @@ def locks_mask(
             attention_mask=attention_mask,
             **kwargs,
         )
-    if attention_mask is None or bool(attention_mask.all()):
+    if attention_mask is not None and not bool(attention_mask.all()):
+        return attention_mask
+    if q_offset == 0 or q_length == 1:
         return None
-    return attention_mask
+    return torch.ones((batch_size, kv_length), dtype=torch.bool, device=kwargs.get("device"))
 
 
 def locks_attention(
@@ -81,7 +84,7 @@ def locks_attention(
     Args:
         module: The attention module.
         query: ``(B, H * G, n, d)``.
-        key: What the cache's ``update`` returned, ``(B, H, ..., d)``.
+        key: What the cache's ``update`` returned, ``(B, H, ..., d)``; of a LocksCache only its identity matters.
         value: Likewise.
         attention_mask: What :func:`locks_mask` returned.
         dropout: Must be 0 with a LocksCache.
@@ -102,6 +105,10 @@ def locks_attention(
             "models. In a model with several parts set it on the language model alone, for instance with "
             "locks_hf.patch(model)"
         )
+    # Also without a LocksCache: SDPA of some Transformers versions drops them silently.
+    for name, feature in _UNSUPPORTED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"this model uses {feature} ({name}), which Locks does not support")
     layer = handoff.take(key)
     if layer is None:
         mask = _dense_mask(attention_mask, query, key)
@@ -109,11 +116,15 @@ def locks_attention(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=True, **kwargs
         )
 
-    _refuse_unsupported(attention_mask, dropout, kwargs)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     size = query.shape[2]
-    real = layer.padding_of(attention_mask, size)
+    try:
+        _refuse_unsupported(attention_mask, dropout, kwargs.get("sliding_window"))
+        real = layer.padding_of(attention_mask, size)
+    except ValueError:
+        layer.discard_staged()
+        raise
     starts = layer.row_lengths or [0] * query.shape[0]
     key, value, is_draft_check = layer.commit(real)
     lengths = layer.row_lengths
@@ -134,9 +145,9 @@ def locks_attention(
     return _dense_rows(module, query, layer, real, starts, scaling), None
 
 
-def _refuse_unsupported(attention_mask: torch.Tensor | None, dropout: float, kwargs: dict) -> None:
-    if kwargs.get("sliding_window") is not None:
-        raise ValueError(f"a sliding-window layer ({kwargs['sliding_window']} tokens): {_NEEDS_CONFIG}")
+def _refuse_unsupported(attention_mask: torch.Tensor | None, dropout: float, sliding_window: int | None) -> None:
+    if sliding_window is not None:
+        raise ValueError(f"a sliding-window layer ({sliding_window} tokens): {_NEEDS_CONFIG}")
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(
             f"LocksCache takes a 2-D padding mask, got a mask of shape {tuple(attention_mask.shape)}: custom attention "
@@ -145,15 +156,12 @@ def _refuse_unsupported(attention_mask: torch.Tensor | None, dropout: float, kwa
         )
     if dropout:
         raise ValueError(f"LocksCache is for inference, got dropout {dropout}: call model.eval()")
-    for name, feature in _UNSUPPORTED.items():
-        if kwargs.get(name) is not None:
-            raise ValueError(f"this model uses {feature} ({name}), which Locks does not support")
 
 
 def _dense_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
     """The 4-D mask SDPA needs for keys that do not come from a LocksCache."""
     q_length, kv_length = query.shape[2], key.shape[2]
-    if (mask is None and q_length in (1, kv_length)) or (mask is not None and mask.ndim == 4):
+    if mask is None or mask.ndim == 4:
         return mask
     return sdpa_mask(
         batch_size=query.shape[0],

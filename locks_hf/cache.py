@@ -46,7 +46,7 @@ _NEEDS_CONFIG = (
 class LocksLayer(CacheLayerMixin):
     """Keys, values and page summaries of one attention layer.
 
-    ``update`` only stages new tokens and returns them; the attention function ``"locks"`` recognises the tensor and
+    ``update`` only stages new tokens; the attention function ``"locks"`` recognises the tensor that it returned and
     asks the layer to :meth:`commit` them. That is how padding, which only attention sees, is dropped on write: each row
     holds its real tokens and nothing else, and its page grid starts at its first real token.
 
@@ -79,6 +79,7 @@ class LocksLayer(CacheLayerMixin):
         self._lengths: torch.Tensor | None = None  # int32 (B,) on the device
         self._summarized: list[int] = []  # pages of each row that have a summary
         self._staged: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._returned: torch.Tensor | None = None
         self._drafting = False
         self._last_append = 0
         self._rolled_back = False
@@ -131,7 +132,11 @@ class LocksLayer(CacheLayerMixin):
 
     def is_staged(self, key: torch.Tensor) -> bool:
         """Whether ``key`` is the very tensor the last ``update`` returned, not yet committed."""
-        return self._staged is not None and self._staged[0] is key
+        return self._staged is not None and self._returned is key
+
+    def discard_staged(self) -> None:
+        """Forget what the last ``update`` staged, as if it had not been called."""
+        self._staged = self._returned = None
 
     # Cache contract
 
@@ -159,6 +164,7 @@ class LocksLayer(CacheLayerMixin):
             name: torch.empty((*key_states.shape[:2], 0, *shape), dtype=dtype, device=self.device)
             for name, (shape, dtype) in self.selector.summary_fields(self.config, head_dim, self.dtype).items()
         }
+        self._nowhere = key_states.new_full((1, 1, 1, 1), float("nan"))
         self._ledger = RowLedger(batch)
         self._lengths = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self._summarized = [0] * batch
@@ -167,7 +173,11 @@ class LocksLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stage new tokens ``(B, H, n, d)``; returns them as they are.
+        """Stage new tokens ``(B, H, n, d)``.
+
+        Returns:
+            The tokens as they are; where they continue a sequence, NaN over all its logical positions, so that
+            attention that does not ask the layer for its pages cannot pass for right.
 
         Raises:
             ValueError: If earlier tokens were never asked for (the model is not on ``"locks"``), or the states do not
@@ -176,6 +186,10 @@ class LocksLayer(CacheLayerMixin):
         self._require_committed()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        before = handoff.pending()
+        if self._ledger.seen and before is not None and before._padding is self._padding:
+            # The layer before this one attended nothing but the new tokens.
+            before._require_committed()
         held = self._key_buffer
         expected = (held.shape[0], held.shape[1], key_states.shape[2], held.shape[3])
         if key_states.shape != expected or value_states.shape != expected:
@@ -190,6 +204,10 @@ class LocksLayer(CacheLayerMixin):
                 "call cache.reset() before using it with another model"
             )
         self._staged = (key_states, value_states)
+        if self._ledger.seen:
+            shape = (*key_states.shape[:2], self.get_seq_length(), key_states.shape[3])
+            key_states, value_states = self._nowhere.expand(shape), self._nowhere.expand(shape)
+        self._returned = key_states
         handoff.offer(self)
         return key_states, value_states
 
@@ -274,7 +292,7 @@ class LocksLayer(CacheLayerMixin):
             ValueError: If they do not fit ``max_cache_len``; nothing is written then.
         """
         key, value = self._staged
-        self._staged = None  # on an error below nothing is kept of them
+        self.discard_staged()  # first: on an error below nothing is kept of them
         size = key.shape[2]
         starts = self._ledger.lengths
         if real is None:

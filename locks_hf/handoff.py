@@ -25,13 +25,18 @@ def offer(layer: LocksLayer) -> None:
     _slot.layer = layer
 
 
+def pending() -> LocksLayer | None:
+    """The last layer updated on this thread, unless attention has taken it."""
+    return getattr(_slot, "layer", None)
+
+
 def take(key: torch.Tensor) -> LocksLayer | None:
     """The layer whose staged keys are ``key`` itself, or ``None``.
 
     Raises:
         ValueError: If the keys were taken before.
     """
-    layer = getattr(_slot, "layer", None)
+    layer = pending()
     if layer is None or not layer.is_staged(key):
         if hasattr(key, _TAKEN):
             raise ValueError(
