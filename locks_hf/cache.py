@@ -693,6 +693,8 @@ class LocksCache(Cache):
 
 def _layers_for(config: PreTrainedConfig, new_layer: partial) -> list:
     """Layers for a model config: Locks where Transformers would keep everything, its own layers elsewhere."""
+    if not isinstance(config, PreTrainedConfig):
+        raise ValueError(f"config must be a model's configuration, as in config=model.config, got {config!r:.80}")
     text_config = config.get_text_config(decoder=True)
     # The modes say it from Transformers 5.24 on, the number before.
     modes = getattr(text_config, "kv_sharing_modes", None) or ()
