@@ -721,6 +721,41 @@ def test_generate_takes_the_cache_under_its_new_name(llama):
     assert torch.equal(output[:, 40:], greedy(llama, ids, 6, small_cache()))
 
 
+def test_generate_hands_the_cache_back_and_takes_embeddings(llama):
+    ids = random_tokens(2, 40)
+    cache = small_cache()
+    output = llama.generate(
+        inputs_embeds=llama.get_input_embeddings()(ids).detach(),
+        past_key_values=cache,
+        max_new_tokens=6,
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
+    assert output.past_key_values is cache
+    assert torch.equal(output.sequences, greedy(llama, ids, 6, small_cache()))
+
+
+def test_what_transformers_asks_of_a_cache(llama):
+    cache = small_cache()
+    assert len(cache) == 0
+    assert cache.get_seq_length() == 0
+    assert cache.get_mask_sizes(7, 0) == (7, 0)
+    assert not cache.is_compileable
+    ids, mask = left_pad(prompts_of((21, 9)))
+    feed(llama, cache, ids, mask=mask)
+    assert len(cache) == 2
+    # Logical lengths, padding included, on every layer.
+    assert [cache.get_seq_length(layer) for layer in range(2)] == [21, 21]
+    assert cache.get_mask_sizes(1, 0) == (22, 0)
+    assert cache.get_max_length() == -1
+    assert cache.batch_size == 2
+    assert cache.is_croppable
+    assert not cache.is_compileable
+    assert cache.is_sliding == [False, False]
+    assert cache.layers[0].keys.shape == cache.layers[0].values.shape == (2, 2, 21, 8)
+    assert [layer.row_lengths for layer in cache.layers] == [[21, 9]] * 2
+
+
 # Modes of torch
 
 
