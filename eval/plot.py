@@ -71,7 +71,8 @@ def plot_scores(rows: Sequence[dict], output: Path) -> None:
         panel.set_ylim(0, 102)
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("score, mean over tasks (%)")
-    panels[0][-1].legend(fontsize="small")
+    # The panel with the most lines names them all.
+    max(panels[0], key=lambda panel: len(panel.get_legend_handles_labels()[1])).legend(fontsize="small")
     try:
         figure.savefig(output, dpi=150)
     except OSError as error:

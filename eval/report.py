@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .arms import Arm
@@ -75,6 +75,29 @@ def read_rows(directory: Path) -> list[dict]:
     if not rows:
         raise ValueError(f"the run in {directory} holds no finished records yet")
     return rows
+
+
+def merge_rows(runs: Mapping[Path, Sequence[dict]]) -> list[dict]:
+    """Rows of several runs as one list.
+
+    Args:
+        runs: Rows of each run's directory.
+
+    Raises:
+        ValueError: If two runs have a row for the same task, length and arm: a table cannot show both.
+    """
+    owner, merged = {}, []
+    for directory, rows in runs.items():
+        for row in rows:
+            key = (row["task"], row["length"], sample_arm(row))
+            if key in owner:
+                raise ValueError(
+                    f"{owner[key]} and {directory} both have {row['task']} at length {row['length']} for "
+                    f"{sample_arm(row).label}: show them one at a time"
+                )
+            owner[key] = directory
+        merged += rows
+    return merged
 
 
 def average_tasks(rows: Sequence[dict], tasks: Sequence[str]) -> tuple[float, float | None] | None:

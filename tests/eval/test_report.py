@@ -186,3 +186,16 @@ def test_plot_that_cannot_be_written(run, capsys, name):
     pytest.importorskip("matplotlib")
     assert main(["plot", str(run), "--output", str(run / name)]) == 2
     assert "error: " in capsys.readouterr().err
+
+
+def test_several_runs_in_one_table(run, tmp_path, capsys):
+    other = tmp_path / "other"
+    other.mkdir()
+    rows = read_rows(run)
+    (other / "results.json").write_text(json.dumps({"rows": [{**row, "length": row["length"] + 9000} for row in rows]}))
+    assert main(["report", str(run), str(other)]) == 0
+    assert "length 9512" in capsys.readouterr().out
+    assert main(["report", str(run), str(run)]) == 0  # the same directory twice is one run
+    (other / "results.json").write_text(json.dumps({"rows": rows}))
+    assert main(["report", str(run), str(other)]) == 2
+    assert "show them one at a time" in capsys.readouterr().err
