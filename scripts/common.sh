@@ -1,5 +1,9 @@
 # Functions of the scripts in this folder; sourced, with the repository root in $root.
 
+# Threads that wait for each other sleep instead of spinning: where other programs share the cores, small tensor
+# operations are several times faster so.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+
 # Say what is being done, on stderr: stdout carries results.
 say() { printf '\n==> %s\n' "$*" >&2; }
 
@@ -37,6 +41,6 @@ make_venv() {
   "$python" -m venv --clear "$folder"
   # shellcheck disable=SC2086  # $torch may carry options
   "$folder/bin/python" -m pip install --disable-pip-version-check $torch >&2
-  "$folder/bin/python" -m pip install --disable-pip-version-check --editable "$root[$extras]" >&2
+  "$folder/bin/python" -m pip install --disable-pip-version-check --quiet --editable "$root[$extras]" >&2
   printf '%s\n' "$stamp" >"$folder/finished"
 }

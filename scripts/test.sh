@@ -43,7 +43,7 @@ if [ "${LOCKS_TEST_OLDEST:-}" = 1 ] || [ "${CI:-}" = true ]; then
     packages='import sysconfig; print(sysconfig.get_path("purelib"))'
     printf 'import site; site.addsitedir("%s")\n' "$("$python" -c "$packages")" \
       >"$($folder/bin/python -c "$packages")/shared.pth"
-    $folder/bin/python -m pip install --disable-pip-version-check "transformers==$version.*" >&2
+    $folder/bin/python -m pip install --disable-pip-version-check --quiet "transformers==$version.*" >&2
     printf '%s\n' "$stamp" >$folder/finished
   fi
   run_suite oldest "$root/$folder/bin/python" -m "not slow" --ignore tests/kernels tests
