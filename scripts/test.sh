@@ -26,8 +26,13 @@ run_suite() {
 }
 
 say "ruff"
-"$python" -m ruff check . || status=1
-"$python" -m ruff format --check . || status=1
+for check in "check" "format --check"; do
+  # shellcheck disable=SC2086  # two words
+  "$python" -m ruff $check . >&2 || {
+    say "ruff $check found something, see above"
+    status=1
+  }
+done
 
 run_suite main "$python" tests
 TRITON_INTERPRET=1 run_suite interpreter "$python" tests/kernels/test_interpret_*.py
