@@ -6,10 +6,10 @@ import re
 import numpy as np
 import pytest
 import torch
-from locks_hf.kernels import backend
 
 from locks_hf import LocksCache, LocksConfig
 from locks_hf.config import BASIS_BITS, COMBINE_RULES
+from locks_hf.kernels import backend
 from tests.helpers import feed, random_tokens, small_cache, tiny_model
 
 BAD = (

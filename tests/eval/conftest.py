@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from locks_hf.eval.haystack import Haystack
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from locks_hf.eval.haystack import Haystack
 
 TEXT = (
     "The old mill stood by the river. Nobody remembered who had built it! Was it the miller's father? "

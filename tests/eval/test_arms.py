@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from locks_hf.eval.arms import Arm, make_arms
 
+from locks_hf.eval.arms import Arm, make_arms
 from locks_hf.selectors import SELECTORS
 
 

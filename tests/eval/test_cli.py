@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+
 from locks_hf.eval.__main__ import main
 from locks_hf.eval.ruler import TASKS, command
 from locks_hf.eval.store import SAMPLE_KEYS, read_samples

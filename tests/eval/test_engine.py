@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from locks_hf.eval.arms import Arm
-from locks_hf.eval.engine import Engine
-from locks_hf.eval.ruler import TASKS, NeedleGenerator
 from transformers import AutoTokenizer
 
 from locks_hf import LocksCache
+from locks_hf.eval.arms import Arm
+from locks_hf.eval.engine import Engine
+from locks_hf.eval.ruler import TASKS, NeedleGenerator
 from locks_hf.models import load
 
 ARMS = [

@@ -3,6 +3,7 @@ from __future__ import annotations
 import zipfile
 
 import pytest
+
 from locks_hf.eval import haystack
 from locks_hf.eval.haystack import Haystack
 

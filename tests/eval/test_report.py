@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 
 import pytest
+
 from locks_hf.eval.__main__ import main
 from locks_hf.eval.arms import Arm
 from locks_hf.eval.plot import plot_scores

@@ -6,6 +6,7 @@ import re
 import sys
 
 import pytest
+
 from locks_hf.eval.haystack import Haystack
 from locks_hf.eval.ruler import TASKS, NeedleGenerator
 from locks_hf.eval.ruler.tasks import NEEDLE, NOISE_LINE

@@ -4,12 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tqdm import tqdm
+
 from locks_hf.eval.arms import Arm
 from locks_hf.eval.engine import Decoded
 from locks_hf.eval.ruler import Record
 from locks_hf.eval.runner import make_batches, run_length
 from locks_hf.eval.store import RunStore, read_samples
-from tqdm import tqdm
 
 TASKS = ["niah_single_1", "niah_multivalue"]
 ARMS = [Arm("full"), Arm("quest", budget=64)]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from locks_hf.eval.ruler import score_all
 
 

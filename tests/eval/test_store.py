@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 
 import pytest
+
 from locks_hf.eval.arms import Arm
 from locks_hf.eval.store import SAMPLE_KEYS, RunStore, read_samples, sample_key, settings_hash
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from locks_hf.kernels import SummaryLayout, attend, combine, score, summarize, top_pages
 
 LAYOUT = SummaryLayout(16, 4)

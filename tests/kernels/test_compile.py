@@ -11,12 +11,13 @@ if os.environ.get("TRITON_INTERPRET"):
     pytest.skip("compilation is off in the interpreter", allow_module_level=True)
 
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
 from locks_hf.kernels.attend.triton import _attend_combine_kernel, _attend_split_kernel
 from locks_hf.kernels.score.triton import _score_kernel
 from locks_hf.kernels.select.triton import _combine_kernel, _normalizer_kernel, _top_pages_kernel
 from locks_hf.kernels.summarize.triton import _summarize_kernel, summarize_warps
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 POINTERS = {
     "basis_ptr": "*u8", "coefficients_ptr": "*i8", "centroid_ptr": "*i8", "scales_ptr": "*bf16", "n_pages_ptr": "*i32",

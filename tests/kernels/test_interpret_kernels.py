@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+
 from locks_hf.kernels import SummaryLayout, attend, backend, combine, score, summarize, top_pages
 from locks_hf.kernels.attend import attend_reference
 from locks_hf.kernels.layout import dequantize
