@@ -49,8 +49,8 @@ def test_kernels_compile(capability, head_dim):
     block_d = triton.next_power_of_2(head_dim)
     kernels = [
         compiled(
-            _summarize_kernel, capability, num_warps=summarize_warps(head_dim, 16), D=head_dim, PARTS=2, BLOCK_W=block_d // 2,
-            P=16, BLOCK_P=16, R=4, BITS=4, REFIT=True, SQUARINGS=7, N_SCALES=21,
+            _summarize_kernel, capability, num_warps=summarize_warps(head_dim, 16), D=head_dim, PARTS=2,
+            BLOCK_W=block_d // 2, P=16, BLOCK_P=16, R=4, BITS=4, REFIT=True, SQUARINGS=7, N_SCALES=21,
         ),
         compiled(
             _score_kernel, capability, H=4, G=8, BLOCK_G=16, D=head_dim, BLOCK_D=block_d, P=16, R=4, BITS=4, PARTS=2,
