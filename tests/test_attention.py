@@ -1,5 +1,7 @@
 """The attention implementation "locks": dense wherever it is not asked to select, and loud where it cannot."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -452,3 +454,21 @@ def test_the_last_updated_layer_is_the_one_that_is_asked():
     second, _ = other.update(key.clone(), value, 0)
     assert handoff.take(second) is other.layers[0]
     assert handoff.take(first) is None
+
+
+def test_each_thread_has_a_hand_off_of_its_own():
+    _, key, value = states(10)
+    cache, other = small_cache(), small_cache()
+    staged, _ = cache.update(key, value, 0)
+    elsewhere = []
+
+    def update_and_take():
+        elsewhere.append(handoff.take(staged))
+        theirs, _ = other.update(key.clone(), value, 0)
+        elsewhere.append(handoff.take(theirs))
+
+    thread = threading.Thread(target=update_and_take)
+    thread.start()
+    thread.join()
+    assert elsewhere == [None, other.layers[0]]
+    assert handoff.take(staged) is cache.layers[0]

@@ -782,12 +782,15 @@ def test_a_cache_filled_in_one_grad_mode_continues_in_another(llama, first, then
 def test_a_mask_that_its_owner_changes_is_read_anew_and_changes_no_history(llama):
     ids = random_tokens(2, 20)
     mask = torch.ones(2, 20, dtype=torch.bool)
+    mask[0, :3] = False
     cache = small_cache()
     llama(ids, attention_mask=mask, past_key_values=cache)
+    assert cache.layers[0].row_lengths == [17, 20]
     cache.reset()
+    mask[:] = True
     mask[1, :6] = False
     llama(ids, attention_mask=mask, past_key_values=cache)
-    assert cache.layers[0].row_lengths == [20, 14]
+    assert [layer.row_lengths for layer in cache.layers] == [[20, 14]] * 2
     mask[:] = True
     cache.crop(-16)
     assert cache.layers[0].row_lengths == [4, 0]

@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
 from locks_hf.kernels import SummaryLayout, attend, combine, score, summarize, top_pages
 from locks_hf.kernels.layout import pack_codes, unpack_codes
 from locks_hf.kernels.select import combine_reference, top_pages_reference
 from locks_hf.kernels.summarize.reference import page_factors, quantize, refit_coefficients
-
 from locks_hf.selectors.oracle import exact_page_lse
 from locks_hf.selectors.quest import envelope_score
 
@@ -590,6 +590,7 @@ def test_a_broken_key_marks_its_page_and_no_other(broken):
     summaries = summarize(pages, SummaryLayout(64, 4))
     for name, array in summaries.items():
         assert torch.equal(array[[0, 2]], whole[name][[0, 2]])
+    assert summaries["scales"].isnan().nonzero().tolist() == [[1, 0]]  # the scale of its centroid
     packed = {name: a[None, None] for name, a in summaries.items()}
     lse = score(torch.ones(1, 1, 64), packed, torch.tensor([3]), 3, SummaryLayout(64, 4), 0.1)
     assert lse[0, 0, 0].isnan().tolist() == [False, True, False]
