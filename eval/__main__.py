@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from .plot import plot_scores
 from .report import make_tables, merge_rows, read_rows
@@ -64,5 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def restart_with_patient_threads() -> None:
+    """Start the process again with CPU threads that sleep while they wait for each other.
+
+    By default they spin, and a run on a CPU takes several times as long as soon as anything else wants the same
+    cores. OpenMP reads the setting while torch is imported, which importing this package has done already. Nothing
+    happens if the environment has the setting, or if there is a GPU.
+    """
+    if os.name == "posix" and "OMP_WAIT_POLICY" not in os.environ and not torch.cuda.is_available():
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["ruler"]:
+        restart_with_patient_threads()
     sys.exit(main())

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from locks_hf.eval.__main__ import main
+from locks_hf.eval.__main__ import main, restart_with_patient_threads
 from locks_hf.eval.ruler import TASKS, command
 from locks_hf.eval.store import SAMPLE_KEYS, read_samples
 
@@ -224,6 +224,23 @@ def test_a_stopped_process_loses_nothing(arguments, tmp_path, kind):
         assert process.returncode == 130
         assert f"interrupted: {len(kept)} samples are kept" in err
     assert not (tmp_path / "run" / "results.json").exists()
+
+
+def test_cpu_threads_wait_patiently(monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda *command: started.append((*command, os.environ.get("OMP_WAIT_POLICY"))))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-W", "ignore", "-m", "locks_hf.eval", "ruler"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")  # so that what the function sets is undone as well
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    restart_with_patient_threads()
+    assert started == []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    restart_with_patient_threads()
+    command = [sys.executable, "-W", "ignore", "-m", "locks_hf.eval", "ruler"]
+    assert started == [(sys.executable, command, "PASSIVE")]
+    restart_with_patient_threads()
+    assert len(started) == 1
 
 
 @pytest.mark.slow
