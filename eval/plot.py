@@ -34,6 +34,8 @@ def plot_scores(rows: Sequence[dict], output: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    if not output.suffix or output.is_dir():
+        raise ValueError(f"cannot write the plot {output}: give a file whose ending names its format, such as plot.png")
     lengths = sorted({row["length"] for row in rows})
     figure, panels = plt.subplots(
         1, len(lengths), figsize=(1 + 4.2 * len(lengths), 4), sharey=True, squeeze=False, layout="constrained"

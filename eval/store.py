@@ -12,6 +12,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from types import NoneType
 
 from filelock import FileLock, Timeout
 
@@ -32,6 +33,21 @@ SAMPLE_KEYS = (
     "tokens_attended",
     "bytes_read_per_step",
 )
+_KINDS = {
+    "task": str,
+    "length": int,
+    "index": int,
+    "selector": str,
+    "rank": (int, NoneType),
+    "basis_bits": (int, NoneType),
+    "refit": (bool, NoneType),
+    "budget": (int, NoneType),
+    "prediction": str,
+    "references": list,
+    "score": (int, float),
+    "tokens_attended": (int, float, NoneType),
+    "bytes_read_per_step": (int, float, NoneType),
+}
 _FILES = ("config.json", "samples.jsonl", "errors.jsonl", "results.json")
 
 
@@ -78,8 +94,11 @@ def read_samples(path: Path) -> tuple[list[dict], int]:
             sample = json.loads(line)
             if not isinstance(sample, dict) or set(sample) != set(SAMPLE_KEYS):
                 raise ValueError(f"the keys of a sample are {', '.join(SAMPLE_KEYS)}")
+            for name, kinds in _KINDS.items():
+                if not isinstance(sample[name], kinds):
+                    raise ValueError(f"{name} is {sample[name]!r}")
             samples.setdefault(sample_key(sample), sample)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"line {number} of {path} is not a sample ({error}); remove the line, or start anew with --overwrite"
             ) from error
@@ -128,6 +147,7 @@ class RunStore:
         except OSError as error:
             raise ValueError(f"cannot write to the output directory {directory}: {error}") from error
         try:
+            self._check_owner()
             if not overwrite:
                 self._check()
         except ValueError:
@@ -190,6 +210,17 @@ class RunStore:
 
     def _path(self, name: str) -> Path:
         return self.directory / name
+
+    def _check_owner(self) -> None:
+        """Refuse a directory whose ``config.json`` is of something else, a model for instance."""
+        path = self._path("config.json")
+        if path.exists():
+            try:
+                stored = json.loads(path.read_text(encoding="utf-8"))
+            except (ValueError, RecursionError):
+                return  # damaged: what --overwrite is for
+            if not isinstance(stored, dict) or "benchmark" not in stored:
+                raise ValueError(f"{path} was not written by an evaluation: choose another --output")
 
     def _check(self) -> None:
         samples, _ = read_samples(self._path("samples.jsonl"))

@@ -49,7 +49,9 @@ def locks_mask(
     Returns:
         ``None``, bool ``(B, kv_length)``, or bool ``(B, 1, q_length, kv_length)``.
     """
-    plain = mask_function is causal_mask_function and not isinstance(q_offset, torch.Tensor)
+    # A caller that rules the skip out goes on to combine the mask with another one.
+    plain = mask_function is causal_mask_function and kwargs.get("allow_is_causal_skip", True)
+    plain = plain and not isinstance(q_offset, torch.Tensor)
     if not plain or kv_offset != 0 or kv_length != q_offset + q_length:
         return sdpa_mask(
             batch_size=batch_size,
@@ -61,8 +63,11 @@ def locks_mask(
             attention_mask=attention_mask,
             **kwargs,
         )
-    if attention_mask is not None and not bool(attention_mask.all()):
-        return attention_mask
+    if attention_mask is not None:
+        if attention_mask.shape[1] > kv_length:
+            attention_mask = attention_mask[:, :kv_length]
+        if attention_mask.shape[1] < kv_length or not bool(attention_mask.all()):
+            return attention_mask
     if q_offset == 0 or q_length == 1:
         return None
     return torch.ones((batch_size, kv_length), dtype=torch.bool, device=kwargs.get("device"))
@@ -190,11 +195,13 @@ def _sparse_steps(layer: LocksLayer, query: torch.Tensor, scaling: float) -> tor
     for i in range(size):
         back = size - 1 - i
         view = layer.page_view(back)
-        one_query = query[:, :, i]
-        pages = selector.select(one_query, view, config, scaling)
-        out[:, i] = attend(
-            one_query, layer.key_buffer, layer.value_buffer, pages, view.lengths, config.page_size, scaling
-        )
+        one_query = query[:, :, i].to(layer.dtype)
+        with torch.autocast(query.device.type, enabled=False):
+            pages = selector.select(one_query, view, config, scaling)
+            _check_selection(pages, layer)
+            out[:, i] = attend(
+                one_query, layer.key_buffer, layer.value_buffer, pages, view.lengths, config.page_size, scaling
+            )
         lengths = [max(0, length - back) for length in layer.row_lengths]
         layer.counters.add_sparse(
             lengths,
@@ -205,6 +212,22 @@ def _sparse_steps(layer: LocksLayer, query: torch.Tensor, scaling: float) -> tor
             layer.score_bytes(lengths),
         )
     return out
+
+
+def _check_selection(pages: torch.Tensor, layer: LocksLayer) -> None:
+    """Refuse what is not a selection, as far as that shows without waiting for the device."""
+    selector, slots = layer.selector, layer.config.page_slots
+    rows, heads = layer.key_buffer.shape[:2]
+    if pages.dtype != torch.int32 or pages.ndim != 3 or pages.shape[:2] != (rows, heads):
+        raise ValueError(
+            f"{type(selector).__name__}.select must return int32 pages of shape ({rows}, {heads}, slots), got "
+            f"{pages.dtype} {tuple(pages.shape)}"
+        )
+    if selector.fixed_slots and pages.shape[2] != slots:
+        raise ValueError(
+            f"{type(selector).__name__}.select returned {pages.shape[2]} slots where the budget has {slots}: return as "
+            "many, or set fixed_slots = False to have the pages counted"
+        )
 
 
 def _dense_block(

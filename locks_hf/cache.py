@@ -67,7 +67,8 @@ class LocksLayer(CacheLayerMixin):
         self.selector = selector
         self._padding = padding
         self._clear()
-        self._drafting = drafting
+        if drafting:
+            self.activate_past_recording()
 
     def _clear(self) -> None:
         self.is_initialized = False
@@ -81,6 +82,7 @@ class LocksLayer(CacheLayerMixin):
         self._staged: tuple[torch.Tensor, torch.Tensor] | None = None
         self._returned: torch.Tensor | None = None
         self._drafting = False
+        self._prompt_expected = False
         self._last_append = 0
         self._rolled_back = False
 
@@ -128,7 +130,7 @@ class LocksLayer(CacheLayerMixin):
 
     def padding_of(self, attention_mask: torch.Tensor | None, size: int) -> torch.Tensor | None:
         """Which of the ``size`` new tokens are real; see :meth:`PaddingReader.new_tokens`."""
-        return self._padding.new_tokens(attention_mask, size, reader=id(self))
+        return self._padding.new_tokens(attention_mask, self._ledger.seen, size, reader=id(self))
 
     def is_staged(self, key: torch.Tensor) -> bool:
         """Whether ``key`` is the very tensor the last ``update`` returned, not yet committed."""
@@ -250,8 +252,12 @@ class LocksLayer(CacheLayerMixin):
             self._sync_rows()
 
     def activate_past_recording(self) -> None:
-        """Assisted generation begins: from its first rollback on, several tokens at once are drafts to check."""
+        """Assisted generation begins: from its first rollback on, several tokens at once are drafts to check.
+
+        That ends with the first append of several tokens that does not follow a rollback, the prompt apart.
+        """
         self._drafting = True
+        self._prompt_expected = True
         self._rolled_back = False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -316,6 +322,9 @@ class LocksLayer(CacheLayerMixin):
                 self._key_buffer[row, :, start : start + count] = new_key[row][:, chosen]
                 self._value_buffer[row, :, start : start + count] = new_value[row][:, chosen]
         is_draft_check = self._rolled_back and real is None and 1 < size <= _MAX_DRAFT
+        if size > 1 and not is_draft_check and not self._prompt_expected:
+            self._drafting = False
+        self._prompt_expected = False
         self._rolled_back = False
         self._last_append = size
         self._ledger.append(size, real)
@@ -381,8 +390,12 @@ class LocksLayer(CacheLayerMixin):
             stop = min(start + step, last)
             keys = self._key_buffer[:, :, start * page_size : stop * page_size]
             keys = keys.unflatten(2, (stop - start, page_size)).flatten(0, 2)
-            for name, array in self.selector.summarize(keys, self.config).items():
+            for name, array in self._summaries_of(keys).items():
                 self.summaries[name][:, :, start:stop] = array.unflatten(0, (batch, heads, stop - start))
+
+    def _summaries_of(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
+        with torch.autocast(self.device.type, enabled=False):
+            return self.selector.summarize(keys, self.config)
 
     def _summarize_pairs(self, pairs: list[tuple[int, int]]) -> None:
         """Summarise single (row, page) pairs."""
@@ -392,7 +405,7 @@ class LocksLayer(CacheLayerMixin):
         for start in range(0, len(pairs), step):
             rows, pages = torch.tensor(pairs[start : start + step], device=self.device).unbind(1)
             keys = paged[rows, :, pages]  # (N, H, P, d)
-            for name, array in self.selector.summarize(keys.flatten(0, 1), self.config).items():
+            for name, array in self._summaries_of(keys.flatten(0, 1)).items():
                 self.summaries[name][rows, :, pages] = array.unflatten(0, keys.shape[:2])
 
     def _sync_rows(self) -> None:
@@ -433,7 +446,6 @@ class LocksLayer(CacheLayerMixin):
         new._value_buffer[:, :, : self.max_length] = self.values
         new._ledger = self._ledger.copy()
         new._lengths = self._lengths.clone()
-        new._drafting, new._last_append, new._rolled_back = self._drafting, self._last_append, self._rolled_back
         if selector.summary_key(config) == self.selector.summary_key(self.config):
             pages = self.max_length // config.page_size
             for name, array in self.summaries.items():
@@ -546,7 +558,7 @@ class LocksCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for keys, values and summaries, spare capacity included."""
+        """Bytes allocated for keys, values and summaries of :attr:`locks_layers`, spare capacity included."""
         held = [layer.held_bytes() for layer in self.locks_layers]
         return sum(h["kv_bytes_allocated"] + h["summary_bytes_allocated"] for h in held)
 
@@ -659,6 +671,24 @@ class LocksCache(Cache):
         if not self._knows_layers:
             raise ValueError(_NEEDS_CONFIG)
         return super().get_recurrent_state(layer_idx, *args, **kwargs)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in :class:`transformers.Cache`.
+
+        Raises:
+            ValueError: As :meth:`LocksLayer.update`, and if an interrupted forward pass left layers ahead of others.
+        """
+        first = next((index for index, layer in enumerate(self.layers) if isinstance(layer, LocksLayer)), None)
+        if layer_idx == first:
+            lengths = {layer.get_seq_length() for layer in self.locks_layers if layer.is_initialized}
+            if len(lengths) > 1:
+                raise ValueError(
+                    f"the layers of this cache hold {sorted(lengths)} tokens: a forward pass was interrupted between "
+                    "them. Start again with a new cache or cache.reset()"
+                )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args, **kwargs) -> torch.Tensor:
         """As in :class:`transformers.Cache`.

@@ -16,7 +16,7 @@ class LocksConfig:
         rank: Columns of the per-page basis, 1 to ``page_size - 1`` (a centred page has no higher rank).
         budget: Tokens attended per (layer, KV head) and decode step; rounded up to whole pages. At least two
             pages: the first page and the most recent one always take a slot each.
-        page_size: Tokens a page, a power of two.
+        page_size: Tokens a page, a power of two from 4 to 64.
         basis_bits: Bits per basis entry: 2, 4, 8, or 16 for an unquantised bf16 basis.
         refit: Solve for the coefficients against the quantised basis and centroid (same bytes, smaller error).
             ``False`` is the paper's rule, the plain projection ``C = D V``.
@@ -43,8 +43,8 @@ class LocksConfig:
                 raise ValueError(f"{name} must be an int, got {value!r}")
         if not isinstance(self.refit, bool):
             raise ValueError(f"refit must be True or False, got {self.refit!r}")
-        if self.page_size < 4 or self.page_size > 128 or self.page_size & (self.page_size - 1):
-            raise ValueError(f"page_size must be a power of two from 4 to 128, got {self.page_size}")
+        if not 4 <= self.page_size <= 64 or self.page_size & (self.page_size - 1):
+            raise ValueError(f"page_size must be a power of two from 4 to 64, got {self.page_size}")
         if not 1 <= self.rank <= self.page_size - 1:
             raise ValueError(
                 f"rank must be from 1 to page_size - 1 = {self.page_size - 1}, got {self.rank}: "

@@ -194,6 +194,7 @@ def selection_quality(
     Raises:
         ValueError: If a budget is below two pages, or the prompt has fewer pages than a budget has slots.
     """
+    budgets = list(dict.fromkeys(budgets))
     slots = {budget: LocksConfig(budget=budget, page_size=page_size, rank=1).page_slots for budget in budgets}
     sums = {(method.name, budget): [0.0, 0.0, 0.0] for method in methods for budget in budgets}
     for recorded in tqdm(list(records.values()), desc="layers", disable=not progress):
@@ -278,8 +279,19 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         for budget in options.budget:
             LocksConfig(budget=budget, page_size=options.page_size, rank=1)
-        if not 1 <= options.queries <= 64:
-            raise ValueError(f"--queries must be from 1 to 64, got {options.queries}")
+        if options.page_size < 16:
+            raise ValueError(
+                f"--page-size must be at least 16 (the table has rank 8 and more), got {options.page_size}"
+            )
+        if options.queries not in (1, 2, 4, 8, 16, 32, 64):
+            raise ValueError(f"--queries must be a power of two from 1 to 64, got {options.queries}")
+        if options.length < 64 + 2 * options.page_size:
+            raise ValueError(
+                f"--length must be at least {64 + 2 * options.page_size} tokens (two pages and the last 64), got "
+                f"{options.length}"
+            )
+        if options.output is not None:
+            options.output.open("a").close()
         if options.layer_stride < 1:
             raise ValueError(f"--layer-stride must be at least 1, got {options.layer_stride}")
         if options.text is None:
@@ -289,12 +301,15 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             text = options.text.read_text(encoding="utf-8")
         model, tokenizer = load(options.model, device=options.device, dtype=torch.float32)
+        window = model.config.get_text_config().max_position_embeddings
+        if options.length > window:
+            raise ValueError(f"--length {options.length} is beyond the model's window of {window} tokens")
         ids = prompt_ids(tokenizer, text, options.length).to(model.device)
         layers = set(range(0, model.config.get_text_config().num_hidden_layers, options.layer_stride))
         print(f"running {options.length} tokens through {options.model}", file=sys.stderr)
         records = record(model, ids, layers, 64)
         rows = selection_quality(
-            records, options.budget, query_stride=-(-64 // options.queries), page_size=options.page_size
+            records, options.budget, query_stride=64 // options.queries, page_size=options.page_size
         )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

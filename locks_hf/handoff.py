@@ -9,6 +9,7 @@ be served this way and must not pass for a model without a LocksCache, so the ke
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,12 +23,13 @@ _TAKEN = "_locks_taken"
 
 def offer(layer: LocksLayer) -> None:
     """Remember ``layer`` as the last one updated on this thread."""
-    _slot.layer = layer
+    _slot.layer = weakref.ref(layer)  # never the reason that a cache stays in memory
 
 
 def pending() -> LocksLayer | None:
     """The last layer updated on this thread, unless attention has taken it."""
-    return getattr(_slot, "layer", None)
+    reference = getattr(_slot, "layer", None)
+    return None if reference is None else reference()
 
 
 def take(key: torch.Tensor) -> LocksLayer | None:

@@ -341,6 +341,8 @@ def _resolve_device(device: str | torch.device | None) -> torch.device:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"unknown device {device!r}: give cpu, cuda, or cuda:<index>") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {str(device)!r} is untested: give cpu, cuda, or cuda:<index>")
     if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device {str(device)!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices; "
@@ -355,7 +357,7 @@ def _resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> str
     if dtype == "auto":
         return dtype
     resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
+    if resolved not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dtype must be float32, bfloat16, float16 or auto, got {dtype!r}")
     return resolved
 

@@ -9,26 +9,44 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from .attention import NAME
 
-_Snapshot = list[tuple[PreTrainedConfig, str | None]]
-# What each permanently or temporarily patched model had before its first patch.
-_originals: WeakKeyDictionary[PreTrainedModel, _Snapshot] = WeakKeyDictionary()
+# The patches in force on each model, oldest first.
+_in_force: WeakKeyDictionary[PreTrainedModel, list[Patch]] = WeakKeyDictionary()
 
 
 class Patch:
     """The result of :func:`patch`: ignored, it keeps the patch; as a context manager it undoes it at the end."""
 
-    def __init__(self, model: PreTrainedModel, before: _Snapshot, was_patched: bool):
+    def __init__(self, model: PreTrainedModel):
         self._model = model
-        self._before = before
-        self._was_patched = was_patched
+        # What each configuration of the model had before. Configurations are not hashable, and models may share them.
+        self._before = [(config, config._attn_implementation_internal) for config in _configs(model)]
 
     def __enter__(self) -> PreTrainedModel:
         return self._model
 
     def __exit__(self, *exc_info) -> None:
-        _restore(self._before)
-        if not self._was_patched:
-            _originals.pop(self._model, None)
+        patches = _in_force.get(self._model, [])
+        if self in patches:
+            patches.remove(self)
+            self._undo()
+        if not patches:
+            _in_force.pop(self._model, None)
+
+    def _undo(self) -> None:
+        """Restore each configuration that no other patch in force covers; leave the others to those patches."""
+        for config, before in self._before:
+            others = [other for patches in _in_force.values() for other in patches if other._covers(config)]
+            if not others:
+                config._attn_implementation_internal = before
+            for other in others:
+                other._inherit(config, before)
+
+    def _covers(self, config: PreTrainedConfig) -> bool:
+        return any(own is config for own, _ in self._before)
+
+    def _inherit(self, config: PreTrainedConfig, before: str | None) -> None:
+        """Take over what ``config`` had before an older patch, where this one found it patched."""
+        self._before = [(own, before if own is config and found == NAME else found) for own, found in self._before]
 
 
 def patch(model: PreTrainedModel) -> Patch:
@@ -65,8 +83,7 @@ def patch(model: PreTrainedModel) -> Patch:
     if not model._can_set_attn_implementation():
         raise ValueError(f"{name} does not use Transformers' attention interface, so its attention cannot be switched")
 
-    before = _snapshot(model)
-    was_patched = model in _originals
+    new = Patch(model)
     request = NAME
     if text_config is not model.config:
         parts = model.config.sub_configs
@@ -74,37 +91,39 @@ def patch(model: PreTrainedModel) -> Patch:
         request = {part: NAME}
     model.set_attn_implementation(request)
     if text_config._attn_implementation != NAME:
-        _restore(before)
+        new._undo()
         raise ValueError(f"{name} did not accept the attention implementation {NAME!r}")
-    _originals.setdefault(model, before)
-    return Patch(model, before, was_patched)
+    _in_force.setdefault(model, []).append(new)
+    return new
 
 
 def unpatch(model: PreTrainedModel) -> None:
-    """Give a patched model back the attention implementation it had before its first :func:`patch`.
+    """Undo all patches of a model: it gets back the attention implementation it had before the first.
+
+    Where another patched model shares its configuration, that one decides when the configuration changes back.
 
     Raises:
         ValueError: If the model is not patched.
     """
-    before = _originals.pop(model, None)
-    if before is None:
-        raise ValueError(f"this {type(model).__name__} was not patched with locks_hf.patch")
-    _restore(before)
+    patches = _in_force.pop(model, [])
+    if not patches:
+        raise ValueError(
+            f"this {type(model).__name__} was not patched with locks_hf.patch (nor was a copy of a patched model; "
+            "model.set_attn_implementation changes it)"
+        )
+    while patches:
+        # Newest first; the older ones are out of force already and must not stand in the way.
+        patches.pop()._undo()
 
 
-def _snapshot(model: PreTrainedModel) -> _Snapshot:
-    configs: dict[int, PreTrainedConfig] = {}
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Every configuration of the model and its parts, each once."""
+    found: dict[int, PreTrainedConfig] = {}
     pending = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     while pending:
         config = pending.pop()
-        if id(config) in configs:
-            continue
-        configs[id(config)] = config
-        parts = (getattr(config, key, None) for key in config.sub_configs)
-        pending.extend(part for part in parts if isinstance(part, PreTrainedConfig))
-    return [(config, config._attn_implementation_internal) for config in configs.values()]
-
-
-def _restore(snapshot: _Snapshot) -> None:
-    for config, implementation in snapshot:
-        config._attn_implementation_internal = implementation
+        if id(config) not in found:
+            found[id(config)] = config
+            parts = (getattr(config, key, None) for key in config.sub_configs)
+            pending.extend(part for part in parts if isinstance(part, PreTrainedConfig))
+    return list(found.values())

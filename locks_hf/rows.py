@@ -99,11 +99,13 @@ class PaddingReader:
         self._reader = 0
         self._real: torch.Tensor | None = None
 
-    def new_tokens(self, mask: torch.Tensor | None, size: int, reader: int) -> torch.Tensor | None:
-        """Which of the last ``size`` positions are real.
+    def new_tokens(self, mask: torch.Tensor | None, seen: int, size: int, reader: int) -> torch.Tensor | None:
+        """Which of the ``size`` positions after the first ``seen`` are real.
 
         Args:
-            mask: Padding mask ``(B, positions)``, true at real tokens, or ``None``: no padding.
+            mask: Padding mask ``(B, positions)``, true at real tokens, or ``None``: no padding. As in Transformers its
+                first column is the first position ever seen, and columns past the new positions are ignored.
+            seen: Positions seen before.
             size: New positions.
             reader: Who asks. A reader asks once per forward pass, so that its second question starts a new pass.
 
@@ -111,19 +113,19 @@ class PaddingReader:
             bool ``(B, size)`` on the CPU, or ``None`` if all are real.
 
         Raises:
-            ValueError: If the mask has fewer than ``size`` positions.
+            ValueError: If the mask has fewer than ``seen + size`` positions.
         """
         if mask is None:
             return None
-        if mask.shape[1] < size:
+        if mask.shape[1] < seen + size:
             raise ValueError(
-                f"the attention mask covers {mask.shape[1]} positions, but {size} new tokens were given: pass a mask "
-                "over all tokens, cached ones included"
+                f"the attention mask covers {mask.shape[1]} positions, but {seen} are cached and {size} new: pass "
+                "a mask over all tokens, cached ones included"
             )
         # All layers get the same mask object; reading it from the device once spares a wait per layer. Between passes
         # its content may change.
         if mask is not self._mask or size != self._size or reader == self._reader:
-            real = mask[:, -size:].to(device="cpu", dtype=torch.bool, copy=True)
+            real = mask[:, seen : seen + size].to(device="cpu", dtype=torch.bool, copy=True)
             self._mask, self._size, self._reader = mask, size, reader
             self._real = None if bool(real.all()) else real
         return self._real

@@ -11,7 +11,8 @@ import torch
 class CacheStats:
     """What a cache did since it was made, reset or forked, and what it holds now.
 
-    A decode step is one query token of one forward pass that continues a sequence; prefill tokens are counted apart.
+    It covers the layers whose pages Locks selects; sliding-window and linear layers of hybrid models are left out. A
+    decode step is one query token of one forward pass that continues a sequence; prefill tokens are counted apart.
 
     Attributes:
         sparse_steps: Decode steps in which at least one layer attended a selection of pages.

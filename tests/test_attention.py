@@ -306,7 +306,8 @@ def test_layers_that_share_keys_are_refused():
 
 def test_keys_attended_twice_are_refused():
     query, key, value = states(10)
-    staged = small_cache().update(key, value, 0)
+    cache = small_cache()
+    staged = cache.update(key, value, 0)
     locks_attention(Attention(), query, *staged, None)
     with pytest.raises(ValueError, match=r"two layers .* same cached keys \(KV sharing\)"):
         locks_attention(Attention(), query, *staged, None)
@@ -386,7 +387,7 @@ def test_a_mask_over_too_few_tokens_is_refused_and_keeps_nothing():
     staged = cache.update(key, value, 0)
     mask = torch.ones(1, 15, dtype=torch.bool)
     mask[0, 0] = False
-    with pytest.raises(ValueError, match=r"covers 15 positions, but 20 new tokens .* cached ones included"):
+    with pytest.raises(ValueError, match=r"covers 15 positions, but 0 are cached and 20 new: .* cached ones included"):
         locks_attention(Attention(), query, *staged, mask)
     assert cache.get_seq_length() == 0
     mask = torch.ones(1, 20, dtype=torch.bool)

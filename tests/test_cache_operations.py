@@ -73,7 +73,7 @@ class Operations(RuleBasedStateMachine):
     def start(self, configuration, rows):
         self.cache = LocksCache(**configuration)
         self.rows = [Row() for _ in range(rows)]
-        self.drafting = self.rolled_back = False
+        self.drafting = self.prompt_expected = self.rolled_back = False
         self.last_append = 0
         self.left_behind = []  # caches that were copied, and what they hold
         self.forget_counts()
@@ -101,7 +101,7 @@ class Operations(RuleBasedStateMachine):
     def generate_with_drafts(self, drafts, seed, data):
         """As assisted generation does: a prompt that ends in drafts, then a rollback and a check, and again."""
         self.cache.activate_past_recording()
-        self.drafting, self.rolled_back = True, False
+        self.drafting, self.prompt_expected, self.rolled_back = True, True, False
         for number, size in enumerate([12, *drafts]):
             self.append(size, "none", seed + number, False)
             self.crop(data.draw(st.integers(0, size - 1)))
@@ -127,7 +127,8 @@ class Operations(RuleBasedStateMachine):
         is_check = self.rolled_back and size > 1 and bool(real.all())
         for row, row_real in enumerate(real.tolist()):
             self.rows[row].append(row_real, keys[:, row], values[:, row])
-        self.last_append, self.rolled_back = size, False
+        self.drafting = self.drafting and (size == 1 or is_check or self.prompt_expected)
+        self.last_append, self.prompt_expected, self.rolled_back = size, False, False
 
         given = mask if whole_mask or not mask.all() else None
         given = locks_mask(batch, size, self.seen, self.seen - size, attention_mask=given)
@@ -241,7 +242,7 @@ class Operations(RuleBasedStateMachine):
     def reset(self, rows):
         self.cache.reset()
         self.rows = [Row() for _ in range(rows)]
-        self.drafting = self.rolled_back = False
+        self.drafting = self.prompt_expected = self.rolled_back = False
         self.last_append = 0
         self.forget_counts()
 
@@ -257,6 +258,8 @@ class Operations(RuleBasedStateMachine):
     def fork(self, changes, keep):
         self.leave_behind()
         self.cache = self.cache.fork(**{name: value for name, value in changes.items() if name not in keep})
+        self.drafting = self.prompt_expected = self.rolled_back = False
+        self.last_append = 0
         self.forget_counts()
 
     def leave_behind(self):

@@ -89,7 +89,7 @@ def test_a_prompt_with_too_few_pages(records):
     ("options", "message"),
     [
         (["--budget", "16"], "at least two pages = 32 tokens"),
-        (["--queries", "0"], "--queries must be from 1 to 64, got 0"),
+        (["--queries", "0"], "--queries must be a power of two from 1 to 64, got 0"),
         (["--layer-stride", "0"], "--layer-stride must be at least 1, got 0"),
         (["--text", "no/such/file"], "no/such/file"),
     ],
@@ -113,4 +113,7 @@ def test_command(model, monkeypatch, tmp_path, capsys):
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert len(rows) == 2 * len(METHODS)
     assert diagnostics.main(["--text", str(text), "--length", "6000"]) == 2
-    assert "only 1360 tokens, 6000 are asked for" in capsys.readouterr().err
+    assert "--length 6000 is beyond the model's window of 1024 tokens" in capsys.readouterr().err
+    text.write_text("Too short. " * 60)
+    assert diagnostics.main(["--text", str(text), "--length", "1000"]) == 2
+    assert "only 660 tokens, 1000 are asked for" in capsys.readouterr().err

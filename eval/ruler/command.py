@@ -137,6 +137,8 @@ def run(args: argparse.Namespace, command: str) -> int:
         "batch_size": _batch_size(args.batch_size),
     }
     sweep = {"tasks": tasks, "lengths": lengths, "limit": limit, "arms": [asdict(arm) for arm in arms]}
+    if args.output is not None and not args.output.name:
+        raise ValueError(f"--output {str(args.output)!r} names no directory of its own: give one, or leave it out")
     output = args.output or Path("runs") / f"ruler-{settings_hash(settings)}"
     with RunStore(output, settings, overwrite=args.overwrite) as store:
         _log(f"output: {output}")

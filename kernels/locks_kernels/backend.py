@@ -80,6 +80,26 @@ def check_head_dim_and_dtype(head_dim: int, dtype: torch.dtype) -> None:
         raise ValueError(f"keys and values of {dtype} have no kernel: load the model in one of {names}")
 
 
+def check_row_counts(name: str, counts: torch.Tensor, rows: int) -> None:
+    """Refuse per-row counts that are not one integer a row.
+
+    Raises:
+        ValueError: If ``counts`` is not an integer tensor of shape ``(rows,)``.
+    """
+    if counts.shape != (rows,) or counts.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} must be int32 ({rows},), one a row, got {counts.dtype} {tuple(counts.shape)}")
+
+
+def check_page_size(page_size: int) -> None:
+    """Refuse page sizes that the kernels do not support.
+
+    Raises:
+        ValueError: If ``page_size`` is not a power of two from 4 to 64.
+    """
+    if not 4 <= page_size <= 64 or page_size & (page_size - 1):
+        raise ValueError(f"page_size must be a power of two from 4 to 64, got {page_size}")
+
+
 def kernel_status() -> list[tuple[str, bool, str]]:
     """For each op: its name, whether its Triton kernel runs on this machine, and why or why not."""
     if _choice() == "reference":

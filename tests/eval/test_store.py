@@ -8,7 +8,7 @@ import pytest
 from locks_hf.eval.arms import Arm
 from locks_hf.eval.store import SAMPLE_KEYS, RunStore, read_samples, sample_key, settings_hash
 
-SETTINGS = {"model": "tiny", "seed": 42, "haystack": "noise"}
+SETTINGS = {"benchmark": "ruler", "model": "tiny", "seed": 42, "haystack": "noise"}
 
 
 def sample(index=0, arm=Arm("full"), task="niah_single_1", score=100.0, **changes):  # noqa: B008

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..backend import check_head_dim_and_dtype, use_triton
+from ..backend import check_head_dim_and_dtype, check_page_size, check_row_counts, use_triton
 from .reference import attend_reference
 
 __all__ = ["attend", "attend_reference"]
@@ -45,12 +45,14 @@ def attend(
         raise ValueError(
             f"query {tuple(query.shape)} does not fit keys of {batch} rows, {n_kv_heads} KV heads, head_dim {head_dim}"
         )
-    if pages.ndim != 3 or pages.shape[:2] != (batch, n_kv_heads):
+    if pages.ndim != 3 or pages.shape[:2] != (batch, n_kv_heads) or pages.shape[2] == 0:
         raise ValueError(f"pages must be ({batch}, {n_kv_heads}, slots), got {tuple(pages.shape)}")
     if not query.dtype == keys.dtype == values.dtype:
         raise ValueError(
             f"query, keys and values must share a dtype, got {query.dtype}, {keys.dtype} and {values.dtype}"
         )
+    check_row_counts("lengths", lengths, batch)
+    check_page_size(page_size)
     check_head_dim_and_dtype(head_dim, keys.dtype)
     if use_triton(query.device):
         from .triton import attend_triton

@@ -65,10 +65,10 @@ def _attend_split_kernel(
     first = split * slots_per_split
     last = tl.minimum(first + slots_per_split, slots)
     offset = tl.arange(0, BLOCK_N)
-    for start in range(first, last, BLOCK_N // P):
-        slot = start + offset // P
+    for start in range(first * P, last * P, BLOCK_N):  # a block may hold several pages or a part of one
+        slot = (start + offset) // P
         page = tl.load(pages_ptr + row_head * slots + slot, mask=slot < last, other=-1)
-        token = page.to(tl.int64) * P + offset % P
+        token = page.to(tl.int64) * P + (start + offset) % P
         real = (page >= 0) & (token < length)
         m_token = real[:, None] & m_channel[None, :]
         o_token = p_head + token[:, None] * stride_kv_token + channel[None, :]
@@ -149,8 +149,8 @@ def attend_triton(
         query = query.contiguous()
     pages = pages.contiguous()
     group, slots = query.shape[1] // n_kv_heads, pages.shape[-1]
-    block_tokens = max(64 if head_dim <= 128 else 32, page_size)
-    pages_per_block = block_tokens // page_size
+    block_tokens = 64 if head_dim <= 128 else 32
+    pages_per_block = max(1, block_tokens // page_size)
     splits = min(triton.cdiv(_TARGET_PROGRAMS, batch * n_kv_heads), triton.cdiv(slots, _MIN_PAGES_PER_SPLIT))
     slots_per_split = triton.cdiv(triton.cdiv(slots, splits), pages_per_block) * pages_per_block
     n_splits = triton.cdiv(slots, slots_per_split)

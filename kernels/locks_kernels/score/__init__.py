@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..backend import check_head_dim_and_dtype, use_triton
+from ..backend import check_head_dim_and_dtype, check_page_size, check_row_counts, use_triton
 from ..layout import SummaryLayout
 from .reference import score_reference
 
@@ -48,6 +48,15 @@ def score(
             f"query {tuple(query.shape)} does not fit summaries of {batch} rows, {n_kv_heads} KV heads and head_dim "
             f"{head_dim}"
         )
+    for name, (shape, dtype) in layout.fields().items():
+        array = summaries[name]
+        if array.shape != (batch, n_kv_heads, capacity, *shape) or array.dtype != dtype:
+            raise ValueError(
+                f"the summaries' {name} must be {dtype} {(batch, n_kv_heads, capacity, *shape)} for this layout, got "
+                f"{array.dtype} {tuple(array.shape)}"
+            )
+    check_row_counts("n_pages", n_pages, batch)
+    check_page_size(layout.page_size)
     if not 0 <= max_pages <= capacity:
         raise ValueError(f"max_pages must be from 0 to the capacity {capacity}, got {max_pages}")
     check_head_dim_and_dtype(head_dim, query.dtype)

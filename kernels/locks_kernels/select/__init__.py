@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..backend import use_triton
+from ..backend import check_page_size, check_row_counts, use_triton
 from .reference import combine_reference, top_pages_reference
 
 __all__ = ["combine", "combine_reference", "top_pages", "top_pages_reference"]
@@ -31,6 +31,7 @@ def combine(lse: torch.Tensor, n_pages: torch.Tensor, rule: str = "share") -> to
         raise ValueError(f"rule must be one of {RULES}, got {rule!r}")
     if lse.ndim != 4 or lse.dtype != torch.float32:
         raise ValueError(f"lse must be float32 (B, H, G, J), got {lse.dtype} {tuple(lse.shape)}")
+    check_row_counts("n_pages", n_pages, lse.shape[0])
     if use_triton(lse.device) and lse.shape[-1]:
         from .triton import combine_triton
 
@@ -60,6 +61,8 @@ def top_pages(value: torch.Tensor, lengths: torch.Tensor, page_size: int, slots:
         raise ValueError(f"slots must be at least 2 (the first and the most recent page), got {slots}")
     if value.ndim != 3 or value.dtype != torch.float32:
         raise ValueError(f"value must be float32 (B, H, J), got {value.dtype} {tuple(value.shape)}")
+    check_row_counts("lengths", lengths, value.shape[0])
+    check_page_size(page_size)
     if use_triton(value.device):
         from .triton import top_pages_triton
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..backend import check_head_dim_and_dtype, use_triton
+from ..backend import check_head_dim_and_dtype, check_page_size, use_triton
 from ..layout import SummaryLayout
 from .reference import summarize_reference
 
@@ -30,6 +30,7 @@ def summarize(keys: torch.Tensor, layout: SummaryLayout, refit: bool = True) -> 
             f"keys must be (N, {layout.page_size}, {layout.head_dim}) for this layout, got {tuple(keys.shape)}"
         )
     check_head_dim_and_dtype(layout.head_dim, keys.dtype)
+    check_page_size(layout.page_size)
     if not 1 <= layout.rank <= min(layout.page_size - 1, layout.head_dim):
         raise ValueError(
             f"rank must be from 1 to {min(layout.page_size - 1, layout.head_dim)} for pages of {layout.page_size} "
