@@ -1,6 +1,8 @@
 """The attention implementation "locks": dense wherever it is not asked to select, and loud where it cannot."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 from locks_hf import LocksCache, handoff
 from locks_hf.attention import locks_attention, locks_mask
+from locks_hf.selectors import OracleSelector
 from tests.helpers import (
     FULL_ATTENTION,
     SLIDING,
@@ -473,3 +476,74 @@ def test_each_thread_has_a_hand_off_of_its_own():
     thread.join()
     assert elsewhere == [None, other.layers[0]]
     assert handoff.take(staged) is cache.layers[0]
+
+
+def test_a_mask_is_read_by_position(llama):
+    """Columns past the tokens are ignored, as Transformers ignores them; too few columns are an error."""
+    ids = random_tokens(1, 40)
+    mask = torch.zeros(1, 64, dtype=torch.long)
+    mask[:, 5:40] = 1
+    expected = llama(ids, attention_mask=mask[:, :40], past_key_values=small_cache()).logits
+    cache = small_cache()
+    torch.testing.assert_close(llama(ids, attention_mask=mask, past_key_values=cache).logits, expected)
+    assert cache.layers[0].row_lengths == [35]
+    with pytest.raises(ValueError, match=r"covers 3 positions, but 40 are cached and 3 new"):
+        llama(random_tokens(1, 3), attention_mask=torch.tensor([[0, 1, 1]]), past_key_values=cache)
+
+
+def test_a_caller_that_combines_the_mask_gets_all_of_it():
+    """Models that add their own pattern to the causal one rule out the skip."""
+    mask = locks_mask(2, 9, 9, 0, allow_is_causal_skip=False)
+    assert mask.shape[-2:] == (9, 9)
+    assert torch.equal(mask[0, 0], torch.ones(9, 9, dtype=torch.bool).tril())
+
+
+class EveryPage(OracleSelector):
+    """A selector that returns more slots than the budget has, or something else than pages."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def select(self, query, pages, config, scaling):
+        return self.change(super().select(query, pages, config, scaling))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda pages: torch.cat([pages, pages], -1), "set fixed_slots = False"),
+        (lambda pages: pages.long(), "must return int32 pages"),
+        (lambda pages: pages[:, 0], "must return int32 pages"),
+    ],
+)
+def test_a_selection_that_is_none_is_refused(llama, change, message):
+    with pytest.raises(ValueError, match=message):
+        greedy(llama, random_tokens(1, 60), 4, LocksCache(rank=2, budget=32, selector=EveryPage(change)))
+
+
+@pytest.mark.parametrize("selector", ["locks", "oracle", "quest"])
+def test_autocast(llama, selector):
+    with torch.autocast("cpu", torch.bfloat16):
+        cache = LocksCache(rank=2, budget=32, selector=selector)
+        greedy(llama, random_tokens(1, 60), 4, cache)
+    assert cache.stats().sparse_steps == 3
+
+
+def test_layers_out_of_step_are_refused(llama):
+    cache = small_cache()
+    greedy(llama, random_tokens(1, 40), 3, cache)
+    cache.layers[1].crop(-1)  # as if the last pass had been interrupted before this layer
+    with pytest.raises(ValueError, match=r"hold \[41, 42\] tokens: a forward pass was interrupted"):
+        llama(random_tokens(1, 1), past_key_values=cache)
+    cache.reset()
+    greedy(llama, random_tokens(1, 40), 3, cache)
+
+
+def test_a_misused_cache_does_not_stay_in_memory():
+    cache = small_cache()
+    _, key, value = states(10)
+    cache.update(key, value, 0)
+    layer = weakref.ref(cache.layers[0])
+    del cache
+    gc.collect()
+    assert layer() is None

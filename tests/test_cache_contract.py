@@ -924,3 +924,21 @@ QWEN3_NEXT = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
+
+
+def test_drafts_end_with_the_first_turn_that_is_none(llama):
+    cache = LocksCache(rank=2, budget=32)
+    llama.generate(random_tokens(1, 50), past_key_values=cache, max_new_tokens=8, prompt_lookup_num_tokens=3)
+    feed(llama, cache, random_tokens(1, 80))  # a turn too long for drafts
+    cache.crop(-5)
+    cache.reset_stats()
+    feed(llama, cache, random_tokens(1, 20))
+    assert (cache.stats().prefill_tokens, cache.stats().sparse_steps) == (20, 0)
+
+
+def test_a_fork_is_not_in_the_middle_of_drafts(llama):
+    cache = LocksCache(rank=2, budget=32)
+    llama.generate(random_tokens(1, 50), past_key_values=cache, max_new_tokens=8, prompt_lookup_num_tokens=3)
+    fork = cache.fork()
+    feed(llama, fork, random_tokens(1, 20))
+    assert (fork.stats().prefill_tokens, fork.stats().sparse_steps) == (20, 0)

@@ -450,3 +450,34 @@ def test_a_cache_filled_inside_the_context_raises_outside_it(model):
     context = torch.cat([ids, answer, random_tokens(1, 5)], dim=1)
     with pytest.raises(ValueError, match=r"attn_implementation='locks'.*locks_hf\.patch\(model\)"):
         greedy(model, context, 4, cache)
+
+
+def test_models_that_share_a_configuration():
+    config = tiny_model("llama", "sdpa").config
+    first, second = (AutoModelForCausalLM.from_config(config) for _ in range(2))
+    assert first.config is second.config
+    for order in ((first, second), (second, first)):
+        patch(first)
+        patch(second)
+        unpatch(order[0])
+        assert config._attn_implementation == "locks"
+        unpatch(order[1])
+        assert config._attn_implementation == "sdpa"
+
+
+def test_contexts_left_out_of_order():
+    model = tiny_model("llama", "sdpa")
+    outer, inner = patch(model), patch(model)
+    outer.__exit__(None, None, None)
+    assert model.config._attn_implementation == "locks"
+    inner.__exit__(None, None, None)
+    assert model.config._attn_implementation == "sdpa"
+    inner.__exit__(None, None, None)  # a second time changes nothing
+    with pytest.raises(ValueError, match="was not patched"):
+        unpatch(model)
+
+
+def test_a_copy_of_a_patched_model_was_not_patched():
+    model = tiny_model("llama", "sdpa")
+    with patch(model), pytest.raises(ValueError, match="nor was a copy of a patched model"):
+        unpatch(copy.deepcopy(model))

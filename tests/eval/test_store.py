@@ -158,3 +158,23 @@ def test_results_are_written_whole(tmp_path):
 
 def test_settings_hash():
     assert settings_hash({"a": 1, "b": 2}) == settings_hash({"b": 2, "a": 1}) != settings_hash({"a": 1, "b": 3})
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "llama"}')
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="was not written by an evaluation"):
+            RunStore(tmp_path, SETTINGS, overwrite=overwrite)
+    assert config.read_text() == '{"model_type": "llama"}'
+
+
+@pytest.mark.parametrize("change", [{"rank": [1]}, {"score": "x"}, {"length": "512"}, {"tokens_attended": "x"}])
+def test_a_sample_with_a_field_of_another_kind_is_named(tmp_path, change):
+    with RunStore(tmp_path, SETTINGS) as store:
+        store.begin({})
+        store.add(sample(0))
+    path = tmp_path / "samples.jsonl"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}) + "\n")
+    with pytest.raises(ValueError, match=r"line 1 of .* is not a sample"):
+        read_samples(path)

@@ -111,3 +111,23 @@ def test_attend(changes, message):
     arguments = {"query": QUERY, "keys": KEYS, "values": KEYS, "pages": PAGES, **changes}
     with pytest.raises(ValueError, match=message):
         attend(**arguments, lengths=LENGTHS, page_size=16, scaling=1.0)
+
+
+def test_counts_pages_and_layouts_that_do_not_fit():
+    layout = SummaryLayout(16, 4)
+    summaries = {name: a.unflatten(0, (1, 2, 3)) for name, a in summarize(torch.randn(6, 16, 16), layout).items()}
+    query, counts = torch.randn(1, 4, 16), torch.tensor([3], dtype=torch.int32)
+    with pytest.raises(ValueError, match="the summaries' basis must be"):
+        score(query, summaries, counts, 3, SummaryLayout(16, 8), 1.0)
+    with pytest.raises(ValueError, match=r"n_pages must be int32 \(1,\), one a row"):
+        score(query, summaries, counts.expand(2), 3, layout, 1.0)
+    keys = torch.randn(1, 2, 64, 16)
+    pages = torch.zeros(1, 2, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"lengths must be int32 \(1,\), one a row"):
+        attend(query, keys, keys, pages, torch.tensor([64, 64], dtype=torch.int32), 16, 1.0)
+    with pytest.raises(ValueError, match="page_size must be a power of two from 4 to 64, got 12"):
+        attend(query, keys, keys, pages, torch.tensor([64], dtype=torch.int32), 12, 1.0)
+    with pytest.raises(ValueError, match=r"pages must be \(1, 2, slots\)"):
+        attend(query, keys, keys, pages[..., :0], torch.tensor([64], dtype=torch.int32), 16, 1.0)
+    with pytest.raises(ValueError, match="page_size must be a power of two from 4 to 64, got 128"):
+        top_pages(torch.randn(1, 2, 3), counts, 128, 2)

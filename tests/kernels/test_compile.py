@@ -67,6 +67,19 @@ def test_kernels_compile(capability, head_dim):
         assert kernel.metadata.shared <= 99 * 1024  # what a block of sm_86 may use, the least of the supported
 
 
+def test_large_pages_compile():
+    """Pages of 64 tokens, where shared memory is scarcest: fp32 keys of head_dim 256."""
+    attend_kernel = compiled(
+        _attend_split_kernel, 80, dtype="fp32", H=4, G=8, BLOCK_G=16, D=256, BLOCK_D=256, P=64, BLOCK_N=32, UPCAST=False
+    )
+    score_kernel = compiled(
+        _score_kernel, 80, H=4, G=8, BLOCK_G=16, D=256, BLOCK_D=256, P=64, R=4, BITS=4, PARTS=2, BLOCK_W=128,
+        BLOCK_J=16, N_SCALES=69,
+    )  # fmt: skip
+    for kernel in (attend_kernel, score_kernel):
+        assert kernel.metadata.shared <= 163 * 1024  # a block of sm_80
+
+
 @pytest.mark.parametrize("capability", [80, 90])
 def test_select_kernels_compile(capability):
     for kernel in (

@@ -223,7 +223,7 @@ def test_top_pages_with_nan_and_infinite_values():
 
 @pytest.mark.parametrize(("head_dim", "dtype"), GRID, ids=GRID_IDS)
 @pytest.mark.parametrize(
-    ("group", "slots", "page_size"), [(1, 2, 16), (3, 9, 16), (8, 64, 16), (16, 5, 32), (7, 40, 4)]
+    ("group", "slots", "page_size"), [(1, 2, 16), (3, 9, 16), (8, 64, 16), (16, 5, 32), (7, 40, 4), (4, 6, 64)]
 )
 def test_attend(rng, head_dim, dtype, group, slots, page_size):
     batch, heads = 2, 2
