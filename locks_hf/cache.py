@@ -496,9 +496,9 @@ class LocksCache(Cache):
         model.generate(**inputs, past_key_values=LocksCache(rank=8, budget=2048))
 
     Prompts (and anything else of several tokens) are processed densely; single new tokens, and drafted tokens that
-    assisted generation checks, attend ``budget`` tokens per (layer, KV head). While every row fits the budget, steps
-    are dense and equal to the model without Locks. A cache sees tokens, not where they come from: a prompt chunk or
-    turn of exactly one token is a decode step.
+    assisted generation checks (after its first check, and up to 64 at once), attend ``budget`` tokens per (layer, KV
+    head). While every row fits the budget, steps are dense and equal to the model without Locks. A cache sees tokens,
+    not where they come from: a prompt chunk or turn of exactly one token is a decode step.
 
     Args:
         rank: Columns of the per-page basis, 1 to ``page_size - 1``.
