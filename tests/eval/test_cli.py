@@ -207,7 +207,12 @@ def test_a_stopped_process_loses_nothing(arguments, tmp_path, kind):
     arguments = [*arguments, "--limit", "40", "--max-new-tokens", "64", "--lengths", "600"]
     path = tmp_path / "run" / "samples.jsonl"
     process = subprocess.Popen(
-        [sys.executable, "-m", "locks_hf.eval", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "locks_hf.eval", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A test run in a shell's background inherits an ignored SIGINT, and would pass that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 300
     while not (path.exists() and path.read_bytes().count(b"\n") >= 5) and process.poll() is None:
