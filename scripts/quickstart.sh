@@ -14,7 +14,7 @@ make_venv .venv-quickstart eval,plots
 python=.venv-quickstart/bin/python
 output=quickstart
 
-say "comparing nine settings on 16 prompts; about 6 minutes on 2 cores"
+say "comparing nine settings on 16 prompts; 6 to 9 minutes on 2 cores"
 "$python" -m locks_hf.eval ruler \
   --model smollm2 --device cpu --tasks niah_single_2 niah_multikey_1 --lengths 2048 --limit 8 --max-new-tokens 24 \
   --selector full oracle locks quest --rank 8 4 --budget 64 128 --output $output

@@ -11,6 +11,10 @@ set -euo pipefail
 output=${1:-runs/ruler-smollm2}
 python=${PYTHON:-python}
 jobs=${JOBS:-1}
+"$python" -c 'import locks_hf, matplotlib, wonderwords' || {
+  echo "error: $python lacks the package or its extras: pip install -e '.[eval,plots]', or set PYTHON" >&2
+  exit 1
+}
 
 common=(--limit 50 --max-new-tokens 64 --selector full oracle locks quest --budget 64 128 256)
 run() {
