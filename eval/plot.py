@@ -29,7 +29,7 @@ def plot_scores(rows: Sequence[dict], output: Path) -> None:
         import matplotlib
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "plots need matplotlib, which is not installed: pip install 'locks-hf[plots]'"
+            "plots need matplotlib, which is not installed: pip install 'matplotlib>=3.9'"
         ) from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

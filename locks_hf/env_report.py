@@ -50,7 +50,7 @@ def _packages() -> tuple[list[tuple[str, str]], list[str]]:
             continue
         name, wanted = requirement.name, str(requirement.specifier)
         version = _version(name)
-        target = f"'{_DISTRIBUTION}[{extra}]'" if extra else f"'{name}{wanted}'"
+        target = f"'{name}{wanted}'"
         if version is None:
             rows.append((name, f"not installed{f' (extra {extra})' if extra else ''}"))
             if not extra:

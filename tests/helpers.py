@@ -1,6 +1,7 @@
 """Tiny random models, caches that select early, and checks of what a cache holds."""
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from locks_hf import LocksCache
@@ -40,6 +41,16 @@ SLIDING = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 16, "layer_types": _ALTERNATING},
     "cohere2": {"sliding_window": 16, "layer_types": _ALTERNATING},
 }
+
+
+class Attention(nn.Module):
+    """What an attention function reads of the module that calls it."""
+
+    is_causal = True
+
+    def __init__(self, groups):
+        super().__init__()
+        self.num_key_value_groups = groups
 
 
 def tiny_model(name, implementation="locks", *, seed=0, **overrides):

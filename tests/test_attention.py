@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
 from transformers import DynamicCache, StaticCache
 
 from locks_hf import LocksCache, handoff
@@ -15,6 +14,7 @@ from locks_hf.selectors import OracleSelector
 from tests.helpers import (
     FULL_ATTENTION,
     SLIDING,
+    Attention,
     feed,
     greedy,
     left_pad,
@@ -54,11 +54,6 @@ def close(actual, expected):
 
 def padded_batch(seed=0):
     return left_pad([random_tokens(1, length, seed + length)[0] for length in (37, 22, 30)])
-
-
-class Attention(nn.Module):
-    is_causal = True
-    num_key_value_groups = 2
 
 
 def states(length, *, rows=1, heads=4, kv_heads=2, dim=8, seed=0):
@@ -238,14 +233,14 @@ def test_what_update_returns_for_a_continued_sequence_is_no_answer():
     staged = cache.update(key, value, 0)
     assert staged[0] is key
     assert staged[1] is value
-    locks_attention(Attention(), states(5)[0], *staged, None)
+    locks_attention(Attention(2), states(5)[0], *staged, None)
     for size in (1, 4):
         query, key, value = states(size)
         staged = cache.update(key, value, 0)
         for tensor in staged:
             assert tensor.shape == (1, 2, cache.get_seq_length(), 8)
             assert tensor.isnan().all()
-        output, _ = locks_attention(Attention(), query, *staged, torch.ones(1, cache.get_seq_length()).bool())
+        output, _ = locks_attention(Attention(2), query, *staged, torch.ones(1, cache.get_seq_length()).bool())
         assert output.isfinite().all()
 
 
@@ -311,9 +306,9 @@ def test_keys_attended_twice_are_refused():
     query, key, value = states(10)
     cache = small_cache()
     staged = cache.update(key, value, 0)
-    locks_attention(Attention(), query, *staged, None)
+    locks_attention(Attention(2), query, *staged, None)
     with pytest.raises(ValueError, match=r"two layers .* same cached keys \(KV sharing\)"):
-        locks_attention(Attention(), query, *staged, None)
+        locks_attention(Attention(2), query, *staged, None)
 
 
 MLA = {
@@ -344,19 +339,19 @@ def test_latent_attention_is_refused(kv_lora_rank):
 
 
 def test_attention_that_is_not_causal_is_refused():
-    module = Attention()
+    module = Attention(2)
     module.is_causal = False
     with pytest.raises(ValueError, match=r"Attention is not causal.*locks_hf\.patch\(model\)"):
         locks_attention(module, *states(10), None)
     with pytest.raises(ValueError, match="not causal"):
-        locks_attention(Attention(), *states(10), None, is_causal=False)
+        locks_attention(Attention(2), *states(10), None, is_causal=False)
 
 
 def test_attention_is_causal_where_the_call_says_so():
-    module = Attention()
+    module = Attention(2)
     module.is_causal = False
     query, key, value = states(10)
-    expected, _ = locks_attention(Attention(), query, key.clone(), value, None)
+    expected, _ = locks_attention(Attention(2), query, key.clone(), value, None)
     output, _ = locks_attention(module, query, key.clone(), value, None, is_causal=True)
     assert torch.equal(output, expected)
     staged = small_cache().update(key, value, 0)
@@ -374,7 +369,7 @@ def test_features_that_sdpa_would_drop_are_refused(name, feature, with_cache):
     if with_cache:
         key, value = small_cache().update(key, value, 0)
     with pytest.raises(ValueError, match=rf"{feature} \({name}\)"):
-        locks_attention(Attention(), query, key, value, None, **{name: torch.ones(1)})
+        locks_attention(Attention(2), query, key, value, None, **{name: torch.ones(1)})
 
 
 def test_a_custom_mask_is_refused_with_a_locks_cache(llama):
@@ -391,10 +386,10 @@ def test_a_mask_over_too_few_tokens_is_refused_and_keeps_nothing():
     mask = torch.ones(1, 15, dtype=torch.bool)
     mask[0, 0] = False
     with pytest.raises(ValueError, match=r"covers 15 positions, but 0 are cached and 20 new: .* cached ones included"):
-        locks_attention(Attention(), query, *staged, mask)
+        locks_attention(Attention(2), query, *staged, mask)
     assert cache.get_seq_length() == 0
     mask = torch.ones(1, 20, dtype=torch.bool)
-    locks_attention(Attention(), query, *cache.update(key.clone(), value, 0), mask)
+    locks_attention(Attention(2), query, *cache.update(key.clone(), value, 0), mask)
     assert cache.get_seq_length() == 20
 
 

@@ -6,12 +6,11 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from torch import nn
 
 from locks_hf import LocksCache
 from locks_hf.attention import locks_attention, locks_mask
 from locks_hf.selectors import PageView
-from tests.helpers import check_cache
+from tests.helpers import Attention, check_cache
 
 LAYERS, HEADS, GROUP, HEAD_DIM = 2, 2, 3, 8
 SCALING = 0.7
@@ -30,11 +29,6 @@ configurations = st.fixed_dictionaries(
         "combine": st.sampled_from(("share", "max", "mass")),
     }
 )
-
-
-class Attention(nn.Module):
-    is_causal = True
-    num_key_value_groups = GROUP
 
 
 class Row:
@@ -136,7 +130,7 @@ class Operations(RuleBasedStateMachine):
         outputs = []
         for layer in range(LAYERS):
             staged = self.cache.update(keys[layer].clone(), values[layer].clone(), layer)
-            output, _ = locks_attention(Attention(), queries[layer], *staged, given, scaling=SCALING)
+            output, _ = locks_attention(Attention(GROUP), queries[layer], *staged, given, scaling=SCALING)
             outputs.append(output.unflatten(2, (HEADS, GROUP)))
         if size == 1 or is_check:
             self.expect_steps(queries, torch.stack(outputs), real)

@@ -81,9 +81,9 @@ def test_missing_packages(installed):
     assert text.split("Problems")[1].strip() == "triton is missing: pip install 'triton>=3.6'"
 
 
-def test_outdated_extra_names_the_extra(installed):
+def test_outdated_package_of_an_extra(installed):
     installed["datasets"] = "3.0"
-    assert "pip install 'locks-hf[eval]'" in env_report.report().split("Problems")[1]
+    assert "pip install 'datasets>=4.0'" in env_report.report().split("Problems")[1]
 
 
 def test_package_that_was_never_installed(monkeypatch):

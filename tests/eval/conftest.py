@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -95,8 +92,3 @@ def tiny_model(tmp_path_factory):
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="session")
-def test_data() -> Path:
-    return Path(os.environ.get("LOCKS_TEST_DATA", Path(__file__).parents[3] / "shared" / "data"))

@@ -132,8 +132,21 @@ def test_defaults_without_a_gpu_are_said(arguments, capsys, monkeypatch):
     assert main([*arguments[: arguments.index("--lengths")], *arguments[arguments.index("--budget") :]]) == 2
     line = "without a GPU the defaults are reduced to --lengths 2048 --limit 2, from --lengths 4096 --limit 50"
     assert line in capsys.readouterr().err
+    assert main([*arguments[: arguments.index("--limit")], *arguments[arguments.index("--limit") + 2 :]]) == 2
+    assert "the defaults are reduced to --limit 2, from --limit 50\n" in capsys.readouterr().err
     assert main(arguments) == 2
     assert "without a GPU" not in capsys.readouterr().err
+
+
+def test_a_budget_that_covers_the_prompts_is_said(arguments, capsys, monkeypatch):
+    def stop(*args, **kwargs):
+        raise ValueError("stop here")
+
+    monkeypatch.setattr(command, "load", stop)
+    assert main([*arguments, "--lengths", "500", "600", "--budget", "64", "600"]) == 2
+    assert "--budget 600 covers every prompt of --lengths 600, so that all steps are dense" in capsys.readouterr().err
+    assert main([*arguments, "--lengths", "500", "600", "--budget", "599"]) == 2
+    assert "all steps are dense" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

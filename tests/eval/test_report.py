@@ -179,7 +179,7 @@ def test_plot_draws_lines_bands_and_the_dense_score(tmp_path, monkeypatch):
 def test_plot_without_matplotlib(run, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plot", str(run)]) == 2
-    assert "pip install 'locks-hf[plots]'" in capsys.readouterr().err
+    assert "pip install 'matplotlib>=3.9'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["nowhere/plot.png", "plot.docx"])

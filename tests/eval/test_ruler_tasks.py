@@ -202,11 +202,11 @@ def test_word_lists():
     assert re.fullmatch("[0-9a-f]{16}", words_identity())
 
 
-def test_missing_word_lists_name_the_extra(monkeypatch):
+def test_missing_word_lists_name_the_command(monkeypatch):
     word_lists.cache_clear()
     monkeypatch.setitem(sys.modules, "wonderwords", None)
     monkeypatch.setitem(sys.modules, "wonderwords.assets", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'locks-hf\[eval\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install wonderwords==3.0.1"):
         word_lists()
 
 
