@@ -15,7 +15,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from . import handoff
 from .cache import _NEEDS_CONFIG, LocksLayer
-from .kernels import attend
+from .kernels import attend, decode_step
 
 NAME = "locks"
 # Queries at once in dense attention that continues a cache: bounds the mask to this many rows.
@@ -46,9 +46,14 @@ def locks_mask(
     what SDPA would get. There ``None`` means that query ``i`` sees key 0 to ``i``; hence several tokens that continue
     a cache get a 2-D mask also without padding.
 
+    At a decode step that needs nothing from the host, a LocksCache says that its keys have length 1: there the mask only
+    tells which rows' new token is real.
+
     Returns:
         ``None``, bool ``(B, kv_length)``, or bool ``(B, 1, q_length, kv_length)``.
     """
+    if q_length == 1 and kv_length == 1 and (isinstance(q_offset, torch.Tensor) or q_offset > 0):
+        return _new_token_mask(attention_mask, q_offset)
     # A caller that rules the skip out goes on to combine the mask with another one.
     plain = mask_function is causal_mask_function and kwargs.get("allow_is_causal_skip", True)
     plain = plain and not isinstance(q_offset, torch.Tensor)
@@ -71,6 +76,27 @@ def locks_mask(
     if q_offset == 0 or q_length == 1:
         return None
     return torch.ones((batch_size, kv_length), dtype=torch.bool, device=kwargs.get("device"))
+
+
+def _new_token_mask(attention_mask: torch.Tensor | None, position: int | torch.Tensor) -> torch.Tensor | None:
+    """Which rows' token at ``position`` is real, bool ``(B, 1, 1, 1)``, or ``None``: all.
+
+    Raises:
+        ValueError: If the mask does not reach the position, as far as the host can tell.
+    """
+    if attention_mask is None:
+        return None
+    seen = attention_mask.shape[1]
+    if isinstance(position, torch.Tensor):
+        new = attention_mask.index_select(1, position.reshape(1).clamp(max=seen - 1))
+    elif position < seen:
+        new = attention_mask[:, position : position + 1]
+    else:
+        raise ValueError(
+            f"the attention mask covers {seen} positions, but {position} are cached and 1 new: pass a mask over all "
+            "tokens, cached ones included"
+        )
+    return new.bool()[:, :, None, None]
 
 
 def locks_attention(
@@ -126,7 +152,13 @@ def locks_attention(
     size = query.shape[2]
     try:
         _refuse_unsupported(attention_mask, dropout, kwargs.get("sliding_window"))
-        real = layer.padding_of(attention_mask, size)
+        if size == 1 and (output := _device_step(layer, query, attention_mask, scaling)) is not None:
+            return output, None
+        if attention_mask is not None and attention_mask.ndim == 4:
+            real = attention_mask[:, 0, :, 0].cpu()
+            real = None if bool(real.all()) else real
+        else:
+            real = layer.padding_of(attention_mask, size)
     except ValueError:
         layer.discard_staged()
         raise
@@ -153,7 +185,8 @@ def locks_attention(
 def _refuse_unsupported(attention_mask: torch.Tensor | None, dropout: float, sliding_window: int | None) -> None:
     if sliding_window is not None:
         raise ValueError(f"a sliding-window layer ({sliding_window} tokens): {_NEEDS_CONFIG}")
-    if attention_mask is not None and attention_mask.ndim != 2:
+    marks_new_token = attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1:] == (1, 1, 1)
+    if attention_mask is not None and attention_mask.ndim != 2 and not marks_new_token:
         raise ValueError(
             f"LocksCache takes a 2-D padding mask, got a mask of shape {tuple(attention_mask.shape)}: custom attention "
             "patterns cannot be combined with page selection. If the model has local or chunked attention layers, pass "
@@ -176,6 +209,38 @@ def _dense_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tenso
         attention_mask=mask,
         device=query.device,
     )
+
+
+def _device_step(
+    layer: LocksLayer, query: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor | None:
+    """A decode step that needs nothing from the host, ``(B, 1, H * G, d)``, or ``None`` if the layer cannot do it."""
+    if mask is None:
+        real = None
+    elif mask.ndim == 4:
+        real = mask[:, 0, 0, 0]
+    else:
+        real = layer.padding_of(mask, 1)
+        real = None if real is None else real[:, 0].to(query.device)
+    step = layer.take_step()
+    if step is None:
+        return None
+    config = layer.config
+    output = decode_step(
+        query[:, :, 0].to(layer.dtype),
+        *step,
+        real,
+        layer.key_buffer,
+        layer.value_buffer,
+        layer.summaries,
+        layer.counts,
+        layer.selector.layout(config, query.shape[-1]),
+        config.refit,
+        config.combine,
+        config.page_slots,
+        scaling,
+    )
+    return output.to(query.dtype)[:, None]
 
 
 def _sparse_steps(layer: LocksLayer, query: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -9,27 +9,27 @@ from ..kernels import SummaryLayout, combine, score, summarize, top_pages
 from .base import Fields, PageSelector, PageView
 
 
-def _layout(config: LocksConfig, head_dim: int) -> SummaryLayout:
-    return SummaryLayout(head_dim, config.rank, config.page_size, config.basis_bits)
-
-
 class LocksSelector(PageSelector):
     """Page-local spectral summaries; one page set per KV head."""
 
     name = "locks"
 
+    def layout(self, config: LocksConfig, head_dim: int) -> SummaryLayout:
+        """Sizes of the summaries."""
+        return SummaryLayout(head_dim, config.rank, config.page_size, config.basis_bits)
+
     def summary_fields(self, config: LocksConfig, head_dim: int, dtype: torch.dtype) -> Fields:
         """The packed arrays of :class:`locks_hf.kernels.SummaryLayout`."""
-        return _layout(config, head_dim).fields()
+        return self.layout(config, head_dim).fields()
 
     def summarize(self, keys: torch.Tensor, config: LocksConfig) -> dict[str, torch.Tensor]:
         """Quantised centroid, basis and coefficients of each page."""
-        return summarize(keys, _layout(config, keys.shape[-1]), config.refit)
+        return summarize(keys, self.layout(config, keys.shape[-1]), config.refit)
 
     def select(self, query: torch.Tensor, pages: PageView, config: LocksConfig, scaling: float) -> torch.Tensor:
         """Estimated page mass, combined over the group, then the top pages."""
         n_complete = pages.lengths // config.page_size
-        layout = _layout(config, query.shape[-1])
+        layout = self.layout(config, query.shape[-1])
         max_complete = pages.max_length // config.page_size
         lse = score(query, pages.summaries, n_complete, max_complete, layout, scaling)
         value = combine(lse, n_complete, config.combine)
