@@ -72,6 +72,7 @@ class LocksLayer(CacheLayerMixin):
 
     def _clear(self) -> None:
         self.is_initialized = False
+        self.__dict__.pop("batch_size", None)
         self.summaries: dict[str, torch.Tensor] = {}
         self.counters = LayerCounters()
         self._key_buffer: torch.Tensor | None = None
@@ -130,7 +131,7 @@ class LocksLayer(CacheLayerMixin):
 
     def padding_of(self, attention_mask: torch.Tensor | None, size: int) -> torch.Tensor | None:
         """Which of the ``size`` new tokens are real; see :meth:`PaddingReader.new_tokens`."""
-        return self._padding.new_tokens(attention_mask, self._ledger.seen, size, reader=id(self))
+        return self._padding.new_tokens(attention_mask, self._ledger.batch, self._ledger.seen, size, reader=id(self))
 
     def is_staged(self, key: torch.Tensor) -> bool:
         """Whether ``key`` is the very tensor the last ``update`` returned, not yet committed."""
@@ -487,6 +488,10 @@ def _grown(buffer: torch.Tensor, size: int) -> torch.Tensor:
     return grown
 
 
+# Layers that see every token and say how many they have seen.
+_COUNTING_LAYERS = (LocksLayer, cache_utils.DynamicSlidingWindowLayer)
+
+
 class LocksCache(Cache):
     """A Transformers cache that attends only the best pages at each decode step and evicts nothing.
 
@@ -530,6 +535,8 @@ class LocksCache(Cache):
         max_cache_len: int | None = None,
         config: PreTrainedConfig | None = None,
     ):
+        if isinstance(rank, PreTrainedConfig):
+            raise ValueError("LocksCache takes the model's configuration by name: LocksCache(config=model.config)")
         self.locks_config = LocksConfig(
             rank=rank,
             budget=budget,
@@ -680,14 +687,21 @@ class LocksCache(Cache):
         Raises:
             ValueError: As :meth:`LocksLayer.update`, and if an interrupted forward pass left layers ahead of others.
         """
-        first = next((index for index, layer in enumerate(self.layers) if isinstance(layer, LocksLayer)), None)
+        first = next((index for index, layer in enumerate(self.layers) if isinstance(layer, _COUNTING_LAYERS)), None)
+        held = set()
         if layer_idx == first:
-            lengths = {layer.get_seq_length() for layer in self.locks_layers if layer.is_initialized}
-            if len(lengths) > 1:
-                raise ValueError(
-                    f"the layers of this cache hold {sorted(lengths)} tokens: a forward pass was interrupted between "
-                    "them. Start again with a new cache or cache.reset()"
-                )
+            held = {layer.get_seq_length() for layer in self.layers if isinstance(layer, _COUNTING_LAYERS)}
+        elif first is not None:
+            # The first layer has this pass's tokens already; a layer that is still to be made holds none.
+            known = layer_idx < len(self.layers)
+            if not known or isinstance(self.layers[layer_idx], _COUNTING_LAYERS):
+                before = self.layers[first].get_seq_length() - key_states.shape[-2]
+                held = {before, self.layers[layer_idx].get_seq_length() if known else 0}
+        if len(held) > 1:
+            raise ValueError(
+                f"the layers of this cache hold {sorted(held)} tokens: a forward pass was interrupted between them, or "
+                "the cache was filled by another model. Start again with a new cache or cache.reset()"
+            )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args, **kwargs) -> torch.Tensor:

@@ -368,6 +368,7 @@ def test_reset_makes_a_cache_new(llama):
     feed(llama, cache, random_tokens(2, 40), *one_by_one(random_tokens(2, 5)))
     cache.reset()
     assert cache.get_seq_length() == 0
+    assert cache.batch_size == small_cache().batch_size
     assert cache.stats() == small_cache().stats()
     ids, mask = left_pad(prompts_of((38, 21, 30)))
     assert torch.equal(
