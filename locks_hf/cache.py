@@ -688,15 +688,15 @@ class LocksCache(Cache):
             ValueError: As :meth:`LocksLayer.update`, and if an interrupted forward pass left layers ahead of others.
         """
         first = next((index for index, layer in enumerate(self.layers) if isinstance(layer, _COUNTING_LAYERS)), None)
-        held = set()
+        held = set()  # as ints: after crop a layer of Transformers 5.17 may count in a tensor
         if layer_idx == first:
-            held = {layer.get_seq_length() for layer in self.layers if isinstance(layer, _COUNTING_LAYERS)}
+            held = {int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, _COUNTING_LAYERS)}
         elif first is not None:
             # The first layer has this pass's tokens already; a layer that is still to be made holds none.
             known = layer_idx < len(self.layers)
             if not known or isinstance(self.layers[layer_idx], _COUNTING_LAYERS):
-                before = self.layers[first].get_seq_length() - key_states.shape[-2]
-                held = {before, self.layers[layer_idx].get_seq_length() if known else 0}
+                before = int(self.layers[first].get_seq_length()) - key_states.shape[-2]
+                held = {before, int(self.layers[layer_idx].get_seq_length()) if known else 0}
         if len(held) > 1:
             raise ValueError(
                 f"the layers of this cache hold {sorted(held)} tokens: a forward pass was interrupted between them, or "
