@@ -46,12 +46,19 @@ def locks_mask(
     what SDPA would get. There ``None`` means that query ``i`` sees key 0 to ``i``; hence several tokens that continue
     a cache get a 2-D mask also without padding.
 
-    At a decode step that needs nothing from the host, a LocksCache says that its keys have length 1: there the mask only
-    tells which rows' new token is real.
+    At a decode step that needs nothing from the host, a LocksCache says that its keys have length 1: there the mask
+    only tells which rows' new token is real.
 
     Returns:
         ``None``, bool ``(B, kv_length)``, or bool ``(B, 1, q_length, kv_length)``.
+
+    Raises:
+        ValueError: If a padding mask does not have one row for each of the batch.
     """
+    if attention_mask is not None and attention_mask.shape[0] != batch_size:
+        raise ValueError(
+            f"the attention mask has {attention_mask.shape[0]} rows for a batch of {batch_size}: pass one row each"
+        )
     if q_length == 1 and kv_length == 1 and (isinstance(q_offset, torch.Tensor) or q_offset > 0):
         return _new_token_mask(attention_mask, q_offset)
     # A caller that rules the skip out goes on to combine the mask with another one.
@@ -169,7 +176,7 @@ def locks_attention(
     if size == 1 or is_draft_check:
         page_size, slots = layer.config.page_size, layer.config.page_slots
         if not layer.selector.dense and max(lengths) > page_size * slots:
-            return _sparse_steps(layer, query, scaling), None
+            return _ForwardOnly.of(_sparse_steps(layer, query, scaling), query), None
         for back in range(size):
             layer.counters.add_dense([max(0, length - back) for length in lengths], layer.n_kv_heads)
     else:
@@ -178,8 +185,32 @@ def locks_attention(
     if real is None and len(set(starts)) <= 1:
         if starts[0] == 0:
             return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True)
-        return _dense_block(module, query, layer.keys, layer.values, starts[0], scaling), None
-    return _dense_rows(module, query, layer, real, starts, scaling), None
+        output = _dense_block(module, query, layer.keys, layer.values, starts[0], scaling)
+    else:
+        output = _dense_rows(module, query, key, value, layer, real, starts, scaling)
+    return output if max(starts, default=0) == 0 else _ForwardOnly.of(output, query), None
+
+
+class _ForwardOnly(torch.autograd.Function):
+    """Attention over cached tokens, which carry no gradients: a backward pass through it would be silently wrong."""
+
+    @staticmethod
+    def of(output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        """``output``, which raises if gradients of ``query`` are asked for."""
+        if torch.is_grad_enabled() and query.requires_grad:
+            return _ForwardOnly.apply(output, query)
+        return output
+
+    @staticmethod
+    def forward(ctx, output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return output.detach().view_as(output)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise ValueError(
+            "LocksCache is for inference: gradients pass through a prompt on an empty cache, not through tokens that "
+            "continue one. Train without it, or wrap what needs no gradients in torch.no_grad()"
+        )
 
 
 def _refuse_unsupported(attention_mask: torch.Tensor | None, dropout: float, sliding_window: int | None) -> None:
@@ -227,7 +258,7 @@ def _device_step(
         return None
     config = layer.config
     output = decode_step(
-        query[:, :, 0].to(layer.dtype),
+        query.detach()[:, :, 0].to(layer.dtype),
         *step,
         real,
         layer.key_buffer,
@@ -240,7 +271,7 @@ def _device_step(
         config.page_slots,
         scaling,
     )
-    return output.to(query.dtype)[:, None]
+    return _ForwardOnly.of(output.to(query.dtype)[:, None], query)
 
 
 def _sparse_steps(layer: LocksLayer, query: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -334,6 +365,8 @@ def _dense_block(
 def _dense_rows(
     module: torch.nn.Module,
     query: torch.Tensor,
+    new_key: torch.Tensor,
+    new_value: torch.Tensor,
     layer: LocksLayer,
     real: torch.Tensor | None,
     starts: list[int],
@@ -353,11 +386,12 @@ def _dense_rows(
         row_query = query[row : row + 1, :, new]
         if row_query.shape[2] == 0:
             continue
-        keys = layer.keys[row : row + 1, :, : lengths[row]]
-        values = layer.values[row : row + 1, :, : lengths[row]]
         if starts[row] == 0:
+            keys, values = new_key[row : row + 1, :, new], new_value[row : row + 1, :, new]
             row_out = sdpa_attention_forward(module, row_query, keys, values, None, scaling=scaling, is_causal=True)[0]
         else:
+            keys = layer.keys[row : row + 1, :, : lengths[row]]
+            values = layer.values[row : row + 1, :, : lengths[row]]
             row_out = _dense_block(module, row_query, keys, values, starts[row], scaling)
         out[row, new] = row_out[0]
     return out

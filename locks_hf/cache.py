@@ -72,15 +72,16 @@ class LocksLayer(CacheLayerMixin):
 
     def _clear(self) -> None:
         self.is_initialized = False
+        self.__dict__.pop("batch_size", None)
         self.summaries: dict[str, torch.Tensor] = {}
         self.counters = LayerCounters()
         self._key_buffer: torch.Tensor | None = None
         self._value_buffer: torch.Tensor | None = None
         self._ledger: RowLedger | None = None  # behind the device while decoding: read it through `_rows`
-        self._counts: torch.Tensor | None = None  # int32 (B + 1,) on the device: real tokens of each row, positions seen
+        self._counts: torch.Tensor | None = None  # see `counts`
         self._summarized: list[int] = []  # pages of each row that have a summary
         self._started = False
-        self._passes = 0  # forward passes that the host saw complete
+        self._positions = 0  # seen in passes that the host took part in: the same for all layers
         self._room = 0  # at least as many tokens as the longest row holds
         self._staged: tuple[torch.Tensor, torch.Tensor] | None = None
         self._returned: torch.Tensor | None = None
@@ -160,6 +161,11 @@ class LocksLayer(CacheLayerMixin):
         return max(self._rows.lengths, default=0) if self._ledger is not None else 0
 
     @property
+    def host_positions(self) -> int:
+        """Positions seen in passes that the host took part in, staged ones included; the same for all layers."""
+        return self._positions + (0 if self._staged is None else self._staged[0].shape[2])
+
+    @property
     def counts(self) -> torch.Tensor:
         """int32 ``(B + 1,)`` on the device: real tokens of each row, then logical positions seen."""
         return self._counts
@@ -181,7 +187,8 @@ class LocksLayer(CacheLayerMixin):
 
     def padding_of(self, attention_mask: torch.Tensor | None, size: int) -> torch.Tensor | None:
         """Which of the ``size`` new tokens are real; see :meth:`PaddingReader.new_tokens`."""
-        return self._padding.new_tokens(attention_mask, self._rows.seen, size, reader=id(self))
+        rows = self._rows
+        return self._padding.new_tokens(attention_mask, rows.batch, rows.seen, size, reader=id(self))
 
     def is_staged(self, key: torch.Tensor) -> bool:
         """Whether ``key`` is the very tensor the last ``update`` returned, not yet committed."""
@@ -275,9 +282,10 @@ class LocksLayer(CacheLayerMixin):
             return None
         if not torch.compiler.is_compiling():  # there the pass is one piece, and room was made before it
             self.make_room(1)
-            self._passes += 1
+            self._leave_inference_mode()
+            self._positions += 1
         self.discard_staged()
-        return key.detach()[:, :, 0], value.detach()[:, :, 0]
+        return key.detach()[:, :, 0].to(self.dtype), value.detach()[:, :, 0].to(self.dtype)
 
     def make_room(self, tokens: int) -> None:
         """Grow, if it has to be, for so many more tokens a row; asks the device only when room may be short.
@@ -341,6 +349,7 @@ class LocksLayer(CacheLayerMixin):
         self._rolled_back = self._drafting and removed < self._last_append
         if removed:
             rows.drop_last(removed)
+            self._positions = max(0, self._positions - removed)
             self._sync_rows()
 
     def activate_past_recording(self) -> None:
@@ -422,7 +431,7 @@ class LocksLayer(CacheLayerMixin):
         self._last_append = size
         self._ledger.append(size, real)
         self._started = True
-        self._passes += 1
+        self._positions += size
         self._publish_counts()
         self._summarize_complete_pages()
         return key, value, is_draft_check
@@ -445,16 +454,21 @@ class LocksLayer(CacheLayerMixin):
                 "larger max_cache_len, or without one to let it grow"
             )
         if tokens <= capacity:
-            if self._key_buffer.is_inference() and not torch.is_inference_mode_enabled():
-                # Made under torch.inference_mode, they cannot be written to outside it.
-                self._key_buffer, self._value_buffer = self._key_buffer.clone(), self._value_buffer.clone()
-                self.summaries = {name: array.clone() for name, array in self.summaries.items()}
+            self._leave_inference_mode()
             return
-        wanted = limit if limit is not None else max(tokens + _HEADROOM_TOKENS, capacity + capacity // 2)
+        wanted = limit if limit is not None else _capacity_for(max(tokens + _HEADROOM_TOKENS, capacity + capacity // 2))
         pages = -(-wanted // page_size)
         self._key_buffer = _grown(self._key_buffer, pages * page_size)
         self._value_buffer = _grown(self._value_buffer, pages * page_size)
         self.summaries = {name: _grown(array, pages) for name, array in self.summaries.items()}
+
+    def _leave_inference_mode(self) -> None:
+        """Copy what was made under ``torch.inference_mode``: it cannot be written to outside."""
+        if self._key_buffer.is_inference() and not torch.is_inference_mode_enabled():
+            self._key_buffer, self._value_buffer = self._key_buffer.clone(), self._value_buffer.clone()
+            self.summaries = {name: array.clone() for name, array in self.summaries.items()}
+        if self._counts.is_inference() and not torch.is_inference_mode_enabled():
+            self._counts = self._counts.clone()
 
     def _summarize_complete_pages(self) -> None:
         page_size = self.config.page_size
@@ -511,9 +525,8 @@ class LocksLayer(CacheLayerMixin):
     def _publish_counts(self) -> None:
         """Tell the device what the ledger holds."""
         counts = torch.tensor([*self._ledger.lengths, self._ledger.seen], dtype=torch.int32)
-        if self._counts.shape == counts.shape and not (
-            self._counts.is_inference() and not torch.is_inference_mode_enabled()
-        ):
+        self._leave_inference_mode()
+        if self._counts.shape == counts.shape:
             self._counts.copy_(counts)  # in place: graphs hold its address
         else:
             self._counts = counts.to(self.device)
@@ -550,6 +563,7 @@ class LocksLayer(CacheLayerMixin):
         new._value_buffer[:, :, : self.max_length] = self.values
         new._ledger = self._rows.copy()
         new._started = self._started
+        new._positions = self._positions
         new._publish_counts()
         if selector.summary_key(config) == self.selector.summary_key(self.config):
             pages = self.max_length // config.page_size
@@ -584,6 +598,12 @@ class LocksLayer(CacheLayerMixin):
         }
 
 
+def _capacity_for(tokens: int) -> int:
+    """``tokens`` rounded up to one of eight sizes an octave: compiled steps are made anew for each size they meet."""
+    step = max(_HEADROOM_TOKENS, 1 << max(0, tokens.bit_length() - 4))
+    return -(-tokens // step) * step
+
+
 def _grown(buffer: torch.Tensor, size: int) -> torch.Tensor:
     """``buffer`` with its third dimension enlarged to ``size``: old content, then zeros.
 
@@ -592,6 +612,16 @@ def _grown(buffer: torch.Tensor, size: int) -> torch.Tensor:
     grown = buffer.new_zeros((*buffer.shape[:2], size, *buffer.shape[3:]))
     grown[:, :, : buffer.shape[2]] = buffer
     return grown
+
+
+# Layers that see every token and say how many they have seen.
+_COUNTING_LAYERS = (LocksLayer, cache_utils.DynamicSlidingWindowLayer)
+
+
+def _positions(layer: CacheLayerMixin) -> int:
+    """Positions a layer has seen in the passes that the host took part in, without waiting for the device."""
+    # As an int: after crop a layer of Transformers 5.17 may count in a tensor.
+    return layer.host_positions if isinstance(layer, LocksLayer) else int(layer.get_seq_length())
 
 
 class LocksCache(Cache):
@@ -637,6 +667,8 @@ class LocksCache(Cache):
         max_cache_len: int | None = None,
         config: PreTrainedConfig | None = None,
     ):
+        if isinstance(rank, PreTrainedConfig):
+            raise ValueError("LocksCache takes the model's configuration by name: LocksCache(config=model.config)")
         self.locks_config = LocksConfig(
             rank=rank,
             budget=budget,
@@ -648,6 +680,7 @@ class LocksCache(Cache):
         )
         self.selector = resolve_selector(selector)
         self._padding = PaddingReader()
+        self._drafting = False
         new_layer = self._layer_factory()
         self._knows_layers = config is not None
         if config is None:
@@ -667,7 +700,8 @@ class LocksCache(Cache):
     def is_compileable(self) -> bool:
         """Whether ``generate`` may compile decode steps: they take part in nothing that the host must know."""
         others = (layer for layer in self.layers if not isinstance(layer, LocksLayer))
-        return isinstance(self.selector, LocksSelector) and all(layer.is_compileable for layer in others)
+        steps = isinstance(self.selector, LocksSelector) and not self._drafting
+        return steps and all(layer.is_compileable for layer in others)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As in :class:`transformers.Cache`. Asked before each forward pass, it is where room for a step is made.
@@ -720,6 +754,7 @@ class LocksCache(Cache):
                 layer.keys = layer.values = None
                 layer.is_initialized = False
             layer.reset()
+        self._drafting = False
 
     def reset_stats(self) -> None:
         """Set all counters to zero."""
@@ -778,6 +813,7 @@ class LocksCache(Cache):
         """Assisted generation begins; tells the layers, those still to be made included."""
         if self.layer_class_to_replicate is not None:
             self.layer_class_to_replicate = partial(self.layer_class_to_replicate, drafting=True)
+        self._drafting = True
         super().activate_past_recording()
 
     def get_conv_state(self, layer_idx: int, *args, **kwargs) -> torch.Tensor | None:
@@ -808,14 +844,23 @@ class LocksCache(Cache):
         Raises:
             ValueError: As :meth:`LocksLayer.update`, and if an interrupted forward pass left layers ahead of others.
         """
-        first = next((index for index, layer in enumerate(self.layers) if isinstance(layer, LocksLayer)), None)
-        if layer_idx == first and not torch.compiler.is_compiling():
-            passes = {layer._passes for layer in self.locks_layers if layer.is_initialized}
-            if len(passes) > 1:
-                raise ValueError(
-                    f"the layers of this cache have seen {sorted(passes)} forward passes: one was interrupted between "
-                    "them. Start again with a new cache or cache.reset()"
-                )
+        first = next((index for index, layer in enumerate(self.layers) if isinstance(layer, _COUNTING_LAYERS)), None)
+        held = set()
+        if torch.compiler.is_compiling():
+            pass  # a compiled pass is one piece
+        elif layer_idx == first:
+            held = {_positions(layer) for layer in self.layers if isinstance(layer, _COUNTING_LAYERS)}
+        elif first is not None:
+            # The first layer has this pass's tokens already; a layer that is still to be made holds none.
+            known = layer_idx < len(self.layers)
+            if not known or isinstance(self.layers[layer_idx], _COUNTING_LAYERS):
+                before = _positions(self.layers[first]) - key_states.shape[-2]
+                held = {before, _positions(self.layers[layer_idx]) if known else 0}
+        if len(held) > 1:
+            raise ValueError(
+                f"the layers of this cache hold {sorted(held)} tokens: a forward pass was interrupted between them, or "
+                "the cache was filled by another model. Start again with a new cache or cache.reset()"
+            )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args, **kwargs) -> torch.Tensor:

@@ -2,51 +2,60 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
+import weakref
 
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from .attention import NAME
 
-# The patches in force on each model, oldest first.
-_in_force: WeakKeyDictionary[PreTrainedModel, list[Patch]] = WeakKeyDictionary()
+# The changes in force on each model, oldest first. They end with the model, which they do not keep in memory.
+_in_force: weakref.WeakKeyDictionary[PreTrainedModel, list[_Change]] = weakref.WeakKeyDictionary()
 
 
-class Patch:
-    """The result of :func:`patch`: ignored, it keeps the patch; as a context manager it undoes it at the end."""
+class _Change:
+    """What the configurations of a model had before they were switched."""
 
     def __init__(self, model: PreTrainedModel):
-        self._model = model
-        # What each configuration of the model had before. Configurations are not hashable, and models may share them.
+        # Configurations are not hashable, and models may share them.
         self._before = [(config, config._attn_implementation_internal) for config in _configs(model)]
 
-    def __enter__(self) -> PreTrainedModel:
-        return self._model
-
-    def __exit__(self, *exc_info) -> None:
-        patches = _in_force.get(self._model, [])
-        if self in patches:
-            patches.remove(self)
-            self._undo()
-        if not patches:
-            _in_force.pop(self._model, None)
-
-    def _undo(self) -> None:
-        """Restore each configuration that no other patch in force covers; leave the others to those patches."""
+    def undo(self) -> None:
+        """Restore each configuration that no other change in force covers; leave the others to those changes."""
         for config, before in self._before:
-            others = [other for patches in _in_force.values() for other in patches if other._covers(config)]
+            in_force = (other for changes in _in_force.values() for other in changes)
+            others = [other for other in in_force if other is not self and other._covers(config)]
             if not others:
                 config._attn_implementation_internal = before
             for other in others:
                 other._inherit(config, before)
+        self._before = []
 
     def _covers(self, config: PreTrainedConfig) -> bool:
         return any(own is config for own, _ in self._before)
 
     def _inherit(self, config: PreTrainedConfig, before: str | None) -> None:
-        """Take over what ``config`` had before an older patch, where this one found it patched."""
+        """Take over what ``config`` had before an older change, where this one found it patched."""
         self._before = [(own, before if own is config and found == NAME else found) for own, found in self._before]
+
+
+class Patch:
+    """The result of :func:`patch`: ignored, it keeps the patch; as a context manager it undoes it at the end."""
+
+    def __init__(self, model: PreTrainedModel, change: _Change):
+        self._model = model
+        self._change = change
+
+    def __enter__(self) -> PreTrainedModel:
+        return self._model
+
+    def __exit__(self, *exc_info) -> None:
+        changes = _in_force.get(self._model, [])
+        if self._change in changes:
+            changes.remove(self._change)
+            self._change.undo()
+        if not changes:
+            _in_force.pop(self._model, None)
 
 
 def patch(model: PreTrainedModel) -> Patch:
@@ -72,7 +81,8 @@ def patch(model: PreTrainedModel) -> Patch:
             attention through Transformers' attention interface.
     """
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"patch takes a transformers PreTrainedModel, got {type(model).__name__}")
+        compiled = "; patch the model before it is compiled" if hasattr(model, "_orig_mod") else ""
+        raise ValueError(f"patch takes a transformers PreTrainedModel, got {type(model).__name__}{compiled}")
     name = type(model).__name__
     text_config = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
@@ -83,7 +93,7 @@ def patch(model: PreTrainedModel) -> Patch:
     if not model._can_set_attn_implementation():
         raise ValueError(f"{name} does not use Transformers' attention interface, so its attention cannot be switched")
 
-    new = Patch(model)
+    new = _Change(model)
     request = NAME
     if text_config is not model.config:
         parts = model.config.sub_configs
@@ -91,10 +101,12 @@ def patch(model: PreTrainedModel) -> Patch:
         request = {part: NAME}
     model.set_attn_implementation(request)
     if text_config._attn_implementation != NAME:
-        new._undo()
+        new.undo()
         raise ValueError(f"{name} did not accept the attention implementation {NAME!r}")
     _in_force.setdefault(model, []).append(new)
-    return new
+    # A model that goes while it is patched may leave its configuration to others.
+    weakref.finalize(model, new.undo).atexit = False
+    return Patch(model, new)
 
 
 def unpatch(model: PreTrainedModel) -> None:
@@ -105,15 +117,15 @@ def unpatch(model: PreTrainedModel) -> None:
     Raises:
         ValueError: If the model is not patched.
     """
-    patches = _in_force.pop(model, [])
-    if not patches:
+    changes = _in_force.pop(model, [])
+    if not changes:
         raise ValueError(
             f"this {type(model).__name__} was not patched with locks_hf.patch (nor was a copy of a patched model; "
             "model.set_attn_implementation changes it)"
         )
-    while patches:
+    while changes:
         # Newest first; the older ones are out of force already and must not stand in the way.
-        patches.pop()._undo()
+        changes.pop().undo()
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:

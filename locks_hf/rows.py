@@ -99,12 +99,15 @@ class PaddingReader:
         self._reader = 0
         self._real: torch.Tensor | None = None
 
-    def new_tokens(self, mask: torch.Tensor | None, seen: int, size: int, reader: int) -> torch.Tensor | None:
+    def new_tokens(
+        self, mask: torch.Tensor | None, rows: int, seen: int, size: int, reader: int
+    ) -> torch.Tensor | None:
         """Which of the ``size`` positions after the first ``seen`` are real.
 
         Args:
             mask: Padding mask ``(B, positions)``, true at real tokens, or ``None``: no padding. As in Transformers its
                 first column is the first position ever seen, and columns past the new positions are ignored.
+            rows: Rows of the batch.
             seen: Positions seen before.
             size: New positions.
             reader: Who asks. A reader asks once per forward pass, so that its second question starts a new pass.
@@ -113,10 +116,12 @@ class PaddingReader:
             bool ``(B, size)`` on the CPU, or ``None`` if all are real.
 
         Raises:
-            ValueError: If the mask has fewer than ``seen + size`` positions.
+            ValueError: If the mask has fewer than ``seen + size`` positions or not one row for each of the batch.
         """
         if mask is None:
             return None
+        if mask.shape[0] != rows:
+            raise ValueError(f"the attention mask has {mask.shape[0]} rows for a batch of {rows}: pass one row each")
         if mask.shape[1] < seen + size:
             raise ValueError(
                 f"the attention mask covers {mask.shape[1]} positions, but {seen} are cached and {size} new: pass "

@@ -196,6 +196,34 @@ def test_a_loss_over_a_prompt_has_gradients_with_a_locks_cache(llama, dense_llam
     close(*grads)
 
 
+def test_a_loss_over_left_padded_prompts_has_gradients_too(llama, dense_llama):
+    ids, mask = padded_batch()
+    options = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    grads = []
+    for model, cache in ((llama, small_cache()), (dense_llama, DynamicCache())):
+        weights = [model.model.layers[0].self_attn.get_parameter(f"{name}_proj.weight") for name in "qkv"]
+        loss = model(ids, past_key_values=cache, labels=ids.masked_fill(mask == 0, -100), **options).loss
+        grads.append(torch.autograd.grad(loss, weights))
+    for ours, expected in zip(*grads, strict=True):
+        close(ours, expected)
+
+
+@pytest.mark.parametrize("padded", (False, True))
+@pytest.mark.parametrize("size", (1, 9))
+@pytest.mark.parametrize("budget", (12, 400))
+def test_gradients_through_cached_tokens_are_refused_not_wrong(llama, budget, size, padded):
+    ids = random_tokens(2, 30)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0 if padded else 1
+    cache = small_cache(budget=budget)
+    with torch.no_grad():
+        llama(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+    tail = ids[:, 20 : 20 + size]
+    loss = llama(tail, attention_mask=mask[:, : 20 + size], past_key_values=cache).logits.sum()
+    with pytest.raises(ValueError, match=r"LocksCache is for inference.*torch\.no_grad\(\)"):
+        loss.backward()
+
+
 # Wrong pairs of model and cache
 
 
@@ -238,7 +266,7 @@ def test_what_update_returns_for_a_continued_sequence_is_no_answer():
         query, key, value = states(size)
         staged = cache.update(key, value, 0)
         for tensor in staged:
-            assert tensor.shape == (1, 2, cache.get_seq_length(), 8)
+            assert tensor.shape == (1, 2, 1 if size == 1 else cache.get_seq_length(), 8)
             assert tensor.isnan().all()
         output, _ = locks_attention(Attention(2), query, *staged, torch.ones(1, cache.get_seq_length()).bool())
         assert output.isfinite().all()
@@ -532,6 +560,65 @@ def test_layers_out_of_step_are_refused(llama):
         llama(random_tokens(1, 1), past_key_values=cache)
     cache.reset()
     greedy(llama, random_tokens(1, 40), 3, cache)
+
+
+def interrupt(model, layer, *args, **kwargs):
+    """Run a forward pass that ends after the attention of one layer."""
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[layer].mlp.register_forward_pre_hook(stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model(*args, **kwargs)
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("size", (1, 25))
+@pytest.mark.parametrize("filled", (0, 20))
+@pytest.mark.parametrize("name", ("llama", "gemma3_text", "cohere2"))
+def test_a_cache_whose_pass_was_interrupted_is_refused(name, filled, size):
+    model = tiny_model(name, **SLIDING.get(name, {}))
+    caches = [small_cache(config=model.config)]
+    if name not in SLIDING:
+        caches.append(small_cache())
+    for cache in caches:
+        with torch.no_grad():
+            if filled:
+                model(random_tokens(1, filled), past_key_values=cache)
+            interrupt(model, 0, random_tokens(1, size), past_key_values=cache)
+            for attempt in range(2):
+                with pytest.raises(ValueError, match=r"a forward pass was interrupted.*cache\.reset\(\)"):
+                    model(random_tokens(1, size, seed=attempt), past_key_values=cache)
+            cache.reset()
+            expected = model(random_tokens(1, 20), past_key_values=small_cache(config=model.config)).logits
+            close(model(random_tokens(1, 20), past_key_values=cache).logits, expected)
+
+
+def test_a_refusal_inside_a_hybrid_model_leaves_no_usable_cache():
+    model = tiny_model("gemma3_text", **SLIDING["gemma3_text"])
+    cache = small_cache(config=model.config)
+    feed(model, cache, random_tokens(1, 10))
+    with pytest.raises(ValueError, match="covers 3 positions"):
+        model(random_tokens(1, 3), attention_mask=torch.tensor([[0, 1, 1]]), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"hold \[10, 13\] tokens: a forward pass was interrupted"):
+        feed(model, cache, random_tokens(1, 3))
+
+
+def test_a_cache_filled_by_a_model_with_fewer_layers_is_refused(llama):
+    cache = small_cache()
+    feed(llama, cache, random_tokens(1, 20))
+    with pytest.raises(ValueError, match=r"hold \[0, 20\] tokens:.* or the cache was filled by another model"):
+        feed(tiny_model("llama", num_hidden_layers=4), cache, random_tokens(1, 5))
+
+
+def test_a_padding_mask_with_rows_missing_is_refused(llama):
+    ids, mask = padded_batch()
+    for rows in (mask[:1], mask[[0, 1, 2, 0]]):
+        with pytest.raises(ValueError, match=rf"the attention mask has {len(rows)} rows for a batch of 3"):
+            llama(ids, attention_mask=rows, past_key_values=small_cache())
 
 
 def test_a_misused_cache_does_not_stay_in_memory():

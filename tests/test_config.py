@@ -199,3 +199,9 @@ def test_an_unknown_choice_of_kernels_is_refused(monkeypatch):
 def test_numbers_of_numpy_are_named_as_such():
     with pytest.raises(ValueError, match=r"rank must be an int, got np\.int64\(8\)"):
         LocksCache(rank=np.int64(8))
+
+
+def test_a_models_configuration_goes_by_name():
+    config = tiny_model("llama").config
+    with pytest.raises(ValueError, match=r"by name: LocksCache\(config=model\.config\)"):
+        LocksCache(config)

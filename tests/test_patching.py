@@ -1,7 +1,9 @@
 """Putting models on "locks" and taking them off again."""
 
 import copy
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -278,6 +280,11 @@ def test_only_transformers_models_can_be_patched(thing):
         patch(thing)
 
 
+def test_a_compiled_model_is_patched_before():
+    with pytest.raises(ValueError, match="got OptimizedModule; patch the model before it is compiled"):
+        patch(torch.compile(tiny_model("llama", "sdpa"), backend="eager"))
+
+
 def test_encoders_are_refused():
     with pytest.raises(ValueError, match="BertModel attends in both directions"):
         patch(BertModel(BertConfig(**ENCODER, intermediate_size=32)))
@@ -463,6 +470,40 @@ def test_models_that_share_a_configuration():
         assert config._attn_implementation == "locks"
         unpatch(order[1])
         assert config._attn_implementation == "sdpa"
+
+
+def test_a_patched_model_does_not_stay_in_memory():
+    model = tiny_model("llama", "sdpa")
+    patch(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_context_manager_keeps_a_model_that_nobody_else_holds():
+    with patch(tiny_model("llama", "sdpa")) as model:
+        gc.collect()
+        assert model.config._attn_implementation == "locks"
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("first_to_go", (0, 1))
+def test_a_patched_model_that_goes_leaves_a_shared_configuration_to_the_other(first_to_go):
+    models = [tiny_model("llama", "sdpa")]
+    models.append(type(models[0])(models[0].config))
+    config = models[0].config
+    patch(models[0])
+    patch(models[1])
+    del models[first_to_go]
+    gc.collect()
+    assert config._attn_implementation == "locks"
+    unpatch(models[0])
+    assert config._attn_implementation == "sdpa"
+    patch(models[0])
+    del models[0]
+    gc.collect()
+    assert config._attn_implementation == "sdpa"
 
 
 def test_contexts_left_out_of_order():

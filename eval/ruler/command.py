@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from locks_hf.config import LocksConfig
 from locks_hf.models import load
 
 from ..arms import Arm, make_arms
@@ -29,6 +30,8 @@ from .words import words_identity
 
 # Raised when the same arguments begin to give other prompts.
 PROTOCOL = 1
+
+PAGE = LocksConfig.page_size  # tokens; budgets are rounded up to whole pages
 
 GPU_DEFAULTS = {"lengths": [4096], "limit": 50}
 CPU_DEFAULTS = {"lengths": [2048], "limit": 2}
@@ -146,10 +149,11 @@ def run(args: argparse.Namespace, command: str) -> int:
         if reduced and not on_gpu:
             now, usual = (_as_options(reduced, defaults) for defaults in (CPU_DEFAULTS, GPU_DEFAULTS))
             _log(f"without a GPU the defaults are reduced to {now}, from {usual}")
-        if dense := [arm.budget for arm in arms if arm.budget is not None and arm.budget >= max(lengths)]:
+        dense = {arm.budget for arm in arms if arm.budget and -(-arm.budget // PAGE) * PAGE >= max(lengths)}
+        if dense:
             _log(
-                f"--budget {min(dense)} covers every prompt of --lengths {max(lengths)}, so that all steps are dense: "
-                "give a smaller budget to see selection at work"
+                f"--budget {' '.join(map(str, sorted(dense)))}: records of {max(lengths)} tokens fit, so that all "
+                "steps with it are dense; a smaller budget shows selection at work"
             )
         model, tokenizer = load(args.model, device=str(device), dtype=settings["dtype"])
         window = getattr(model.config.get_text_config(), "max_position_embeddings", None)

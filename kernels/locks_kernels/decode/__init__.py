@@ -36,8 +36,8 @@ def decode_step(
         query: Post-RoPE queries ``(B, H * G, d)``, fp32, bf16 or fp16.
         key: Post-RoPE keys ``(B, H, d)``, same dtype.
         value: Values ``(B, H, d)``.
-        real: bool ``(B,)``; where false the row's token is padding: it is not appended and its output is zero. ``None``:
-            all real.
+        real: bool ``(B,)``; where false the row's token is padding: it is not appended and its output is zero.
+            ``None``: all real.
         keys: Cached keys ``(B, H, capacity, d)``, with ``capacity`` a multiple of the page size; updated.
         values: Cached values, likewise.
         summaries: Arrays of :meth:`SummaryLayout.fields` with leading dimensions ``(B, H, capacity / P)``; updated.
