@@ -103,7 +103,8 @@ def _new_token_mask(attention_mask: torch.Tensor | None, position: int | torch.T
             f"the attention mask covers {seen} positions, but {position} are cached and 1 new: pass a mask over all "
             "tokens, cached ones included"
         )
-    return new.bool()[:, :, None, None]
+    # A copy: a slice would have other strides at each step, for which compiled models would be compiled anew.
+    return new.bool().flatten().clone().view(-1, 1, 1, 1)
 
 
 def locks_attention(
