@@ -88,6 +88,7 @@ def test_summarize(rng, head_dim, dtype, rank, bits, page_size, refit):
         assert got[name].dtype == field_dtype
     assert sum(array.nbytes for array in got.values()) == 13 * layout.bytes_per_page
     assert torch.isfinite(got["scales"].float()).all()
+    assert torch.isfinite(got["token_scales"].float()).all()
     # The centroid needs no eigenvectors: codes agree but for rounding of the mean.
     assert (got["centroid"].int() - expected["centroid"].int()).abs().max() <= 1
 
@@ -127,11 +128,13 @@ def test_summarize_strided_and_broken_pages(rng):
     keys[1, 3, 5] = float("nan")
     keys[2, 0, 0] = float("inf")
     keys[3] = float("-inf")
-    scales = summarize(keys, layout)["scales"].float()
+    broken = summarize(keys, layout)
+    scales = broken["scales"].float()
     assert scales[:, 0].isnan().tolist() == [False, True, True, True, False]
     assert scales[:, 1:].isfinite().all()
+    assert broken["token_scales"].float().isfinite().all()
     # A broken page changes no other page.
-    for name in ("basis", "coefficients", "centroid", "scales"):
+    for name in layout.fields():
         assert torch.equal(summarize(keys, layout)[name][[0, 4]], expected[name][[0, 4]])
 
 
@@ -173,7 +176,8 @@ def test_score_survives_extreme_queries(rng):
     got = score(query, summaries, torch.tensor([5], dtype=torch.int32, device=DEVICE), 5, layout, 1.0)
     assert torch.isfinite(got).all()
     reference = score_reference(query, summaries, torch.tensor([5], device=DEVICE), 5, layout, 1.0)
-    torch.testing.assert_close(got, reference, rtol=1e-5, atol=1e-2)
+    # The kernel keeps the query to 1/508 of a step of its largest entry.
+    torch.testing.assert_close(got, reference, rtol=1e-4, atol=1e-2)
 
 
 @pytest.mark.parametrize("rule", ["share", "max", "mass"])
@@ -190,7 +194,7 @@ def test_combine(rng, rule, max_pages):
 
 @pytest.mark.parametrize("ties", [False, True], ids=["random", "ties"])
 @pytest.mark.parametrize("page_size", [16, 32])
-@pytest.mark.parametrize(("complete", "slots"), [(1, 2), (4, 4), (9, 4), (63, 8), (1030, 128), (40, 64)])
+@pytest.mark.parametrize(("complete", "slots"), [(1, 2), (4, 4), (9, 4), (63, 8), (1030, 128), (40, 64), (5000, 40), (2600, 2048)])
 def test_top_pages(rng, complete, slots, page_size, ties):
     """The very same pages as the reference, in the same order."""
     value = torch.randn(3, 2, complete, generator=rng).to(DEVICE)

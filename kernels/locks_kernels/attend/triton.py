@@ -108,28 +108,25 @@ def _attend_combine_kernel(
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):
     row_head = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1)
     channel = tl.arange(0, BLOCK_D)
-    m_channel = channel < D
-    total_max = tl.full((), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((), dtype=tl.float32)
-    b_out = tl.zeros((BLOCK_D,), dtype=tl.float32)
-    for split in range(n_splits):
-        o_partial = (row_head * n_splits + split) * G + g
-        lse = tl.load(partial_lse_ptr + o_partial)
-        b_part = tl.load(partial_out_ptr + o_partial * D + channel, mask=m_channel, other=0.0)
-        larger = tl.maximum(total_max, lse, propagate_nan=tl.PropagateNan.ALL)
-        safe = tl.where(larger == float("-inf"), 0.0, larger)
-        rescale = tl.exp(total_max - safe)
-        weight = tl.exp(lse - safe)
-        b_out = b_out * rescale + weight * b_part
-        total = total * rescale + weight
-        total_max = larger
+    split = tl.arange(0, BLOCK_S)
+    m_split = split < n_splits
+    o_partial = (row_head * n_splits + split) * G + g
+    b_lse = tl.load(partial_lse_ptr + o_partial, mask=m_split, other=float("-inf"))
+    p_part = partial_out_ptr + o_partial[:, None] * D + channel[None, :]
+    b_part = tl.load(p_part, mask=m_split[:, None] & (channel < D)[None, :], other=0.0)
+    largest = tl.max(b_lse, axis=0)
+    safe = tl.where(largest == float("-inf"), 0.0, largest)
+    b_weight = tl.exp(b_lse - safe)
+    total = tl.sum(b_weight, axis=0)
+    b_out = tl.sum(b_part * b_weight[:, None], axis=0)
     b_out = b_out / tl.where(total == 0, 1.0, total)  # a row without tokens gives zeros
     p_out = out_ptr + (row_head * G + g) * D + channel
-    tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_channel)
+    tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=channel < D)
 
 
 def attend_triton(
@@ -186,8 +183,18 @@ def attend_triton(
         BLOCK_N=block_tokens,
         UPCAST=interpreting() and query.dtype == torch.bfloat16,  # the interpreter cannot multiply bf16 matrices
         num_warps=4,
+        num_stages=1 if slots_per_split <= pages_per_block else 3,
     )
+    block_splits = triton.next_power_of_2(n_splits)
     _attend_combine_kernel[(batch * n_kv_heads, group)](
-        partial_out, partial_lse, out, n_splits, G=group, D=head_dim, BLOCK_D=block_d, num_warps=1
+        partial_out,
+        partial_lse,
+        out,
+        n_splits,
+        G=group,
+        D=head_dim,
+        BLOCK_D=block_d,
+        BLOCK_S=block_splits,
+        num_warps=4 if block_splits * block_d <= 8192 else 8,
     )
     return out

@@ -86,6 +86,7 @@ def decode_step(
         summaries["basis"],
         summaries["coefficients"],
         summaries["centroid"],
+        summaries["token_scales"],
         summaries["scales"],
         counts,
         layout.rank,
@@ -100,7 +101,7 @@ def decode_step(
 
 @torch.library.custom_op(
     "locks_hf::decode_step",
-    mutates_args=("keys", "values", "basis", "coefficients", "centroid", "scales", "counts"),
+    mutates_args=("keys", "values", "basis", "coefficients", "centroid", "token_scales", "scales", "counts"),
 )
 def _decode_step(
     query: torch.Tensor,
@@ -112,6 +113,7 @@ def _decode_step(
     basis: torch.Tensor,
     coefficients: torch.Tensor,
     centroid: torch.Tensor,
+    token_scales: torch.Tensor,
     scales: torch.Tensor,
     counts: torch.Tensor,
     rank: int,
@@ -123,7 +125,13 @@ def _decode_step(
     scaling: float,
 ) -> torch.Tensor:
     layout = SummaryLayout(query.shape[-1], rank, page_size, basis_bits)
-    summaries = {"basis": basis, "coefficients": coefficients, "centroid": centroid, "scales": scales}
+    summaries = {
+        "basis": basis,
+        "coefficients": coefficients,
+        "centroid": centroid,
+        "token_scales": token_scales,
+        "scales": scales,
+    }
     with torch.autocast(query.device.type, enabled=False):
         return decode_step_reference(
             query, key, value, real, keys, values, summaries, counts, layout, refit, rule, slots, scaling

@@ -1,7 +1,9 @@
-"""Triton kernels of page selection: normaliser, combined shares, exact top-k.
+"""Triton kernels of page selection: normalisers, combined shares, exact top-k.
 
-The top-k is a binary search over the bits of the ordered integer form of the values, then one ordered compaction. It is
-exact, ties included, and needs no sort and no host round trip.
+The top-k is exact, ties included, and needs no sort and no host round trip. Pages are looked at in groups of 16 first: the
+``k`` groups with the largest maxima (the earlier one among equals) hold the ``k`` largest pages, for any page outside
+them is beaten by one page of each. Both choices search the threshold over the ordered integer form of the values, in
+registers, and end when it separates exactly as many as are wanted. What does not fit in registers is searched in memory.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ import triton
 import triton.language as tl
 
 _RULE_CODES = {"share": 0, "max": 1, "mass": 2}
+_GROUP = 16  # pages
+_MOST_IN_REGISTERS = 1 << 15  # values of one search: 64 a thread of 512
 
 
 @triton.jit
-def _normalizer_kernel(lse_ptr, n_pages_ptr, normalizer_ptr, max_pages, HG: tl.constexpr, BLOCK: tl.constexpr):
-    """Log of the sum over pages of one query head's masses."""
+def _normalizer_kernel(lse_ptr, n_pages_ptr, partial_ptr, max_pages, HG: tl.constexpr, BLOCK: tl.constexpr):
+    """Largest mass of one query head and the sum of all relative to it."""
     row_head = tl.program_id(0).to(tl.int64)
     n_pages = tl.load(n_pages_ptr + row_head // HG)
     offset = tl.arange(0, BLOCK)
@@ -30,68 +34,211 @@ def _normalizer_kernel(lse_ptr, n_pages_ptr, normalizer_ptr, max_pages, HG: tl.c
         running_max = larger
     largest = tl.max(running_max, axis=0)
     safe = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.sum(running_sum * tl.exp(running_max - safe), axis=0)
-    tl.store(normalizer_ptr + row_head, safe + tl.log(total))
+    tl.store(partial_ptr + row_head * 2, largest)
+    tl.store(partial_ptr + row_head * 2 + 1, tl.sum(running_sum * tl.exp(running_max - safe), axis=0))
+
+
+@triton.jit
+def _sanitized(value):
+    """NaN and infinity as the largest finite value: above all others, below what is forced."""
+    largest = 3.4028234663852886e38
+    return tl.where(value <= largest, value, largest)
 
 
 @triton.jit
 def _combine_kernel(
     lse_ptr,
+    partial_ptr,
     n_pages_ptr,
-    normalizer_ptr,
     value_ptr,
+    group_max_ptr,
     max_pages,
+    n_splits,
+    n_groups,
     H: tl.constexpr,
     G: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     RULE: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):
     row_head = tl.program_id(1).to(tl.int64)
     page = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = page < tl.load(n_pages_ptr + row_head // H)
-    in_row = page < max_pages
-    p_lse = lse_ptr + row_head * G * max_pages + page
+    group = tl.arange(0, BLOCK_G)
+    m_group = group < G
+    p_lse = lse_ptr + row_head * G * max_pages + (group[:, None] * max_pages + page[None, :])
+    b_lse = tl.load(p_lse, mask=m_group[:, None] & exists[None, :], other=float("-inf"))
     if RULE == 2:
-        largest = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-        for g in range(G):
-            value = tl.load(p_lse + g * max_pages, mask=exists, other=float("-inf"))
-            largest = tl.maximum(largest, value, propagate_nan=tl.PropagateNan.ALL)
+        largest = tl.max(b_lse, axis=0)
+        broken = tl.max((b_lse != b_lse).to(tl.int32), axis=0) > 0
         safe = tl.where(largest == float("-inf"), 0.0, largest)
-        total = tl.zeros((BLOCK,), dtype=tl.float32)
-        for g in range(G):
-            total += tl.exp(tl.load(p_lse + g * max_pages, mask=exists, other=float("-inf")) - safe)
-        value = safe + tl.log(total)
+        value = safe + tl.log(tl.sum(tl.exp(b_lse - safe[None, :]), axis=0))
+        value = tl.where(broken, float("nan"), value)
     else:
-        value = tl.zeros((BLOCK,), dtype=tl.float32)
-        for g in range(G):
-            normalizer = tl.load(normalizer_ptr + row_head * G + g)
-            share = tl.exp(tl.load(p_lse + g * max_pages, mask=exists, other=0.0) - normalizer)
-            if RULE == 0:
-                value += share
-            else:
-                value = tl.maximum(value, share, propagate_nan=tl.PropagateNan.ALL)
+        running_max = tl.full((BLOCK_S, BLOCK_G), float("-inf"), dtype=tl.float32)
+        running_sum = tl.zeros((BLOCK_S, BLOCK_G), dtype=tl.float32)
+        for start in range(0, n_splits, BLOCK_S):
+            split = start + tl.arange(0, BLOCK_S)
+            p_partial = partial_ptr + ((row_head * n_splits + split)[:, None] * G + group[None, :]) * 2
+            m_partial = (split < n_splits)[:, None] & m_group[None, :]
+            b_max = tl.load(p_partial, mask=m_partial, other=float("-inf"))
+            b_sum = tl.load(p_partial + 1, mask=m_partial, other=0.0)
+            larger = tl.maximum(running_max, b_max, propagate_nan=tl.PropagateNan.ALL)
+            safe = tl.where(larger == float("-inf"), 0.0, larger)
+            running_sum = running_sum * tl.exp(running_max - safe) + b_sum * tl.exp(b_max - safe)
+            running_max = larger
+        largest = tl.max(running_max, axis=0)
+        broken = tl.max((running_max != running_max).to(tl.int32), axis=0) > 0
+        safe = tl.where(largest == float("-inf"), 0.0, largest)
+        normalizer = safe + tl.log(tl.sum(running_sum * tl.exp(running_max - safe[None, :]), axis=0))
+        normalizer = tl.where(broken, float("nan"), normalizer)
+        share = tl.exp(b_lse - normalizer[:, None])
+        share = tl.where(m_group[:, None], share, 0.0)
         if RULE == 0:
-            value = value / G
-    tl.store(value_ptr + row_head * max_pages + page, tl.where(exists, value, float("-inf")), mask=in_row)
+            value = tl.sum(share, axis=0) / G
+        else:
+            value = tl.max(share, axis=0)
+            value = tl.where(tl.max((share != share).to(tl.int32), axis=0) > 0, float("nan"), value)
+    value = tl.where(exists, value, float("-inf"))
+    tl.store(value_ptr + row_head * max_pages + page, value, mask=page < max_pages)
+    biggest = tl.max(tl.reshape(_sanitized(value), (BLOCK // GROUP, GROUP)), axis=1)
+    o_group = tl.program_id(0) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    tl.store(group_max_ptr + row_head * n_groups + o_group, biggest, mask=o_group < n_groups)
+
+
+@triton.jit
+def _group_max_kernel(
+    value_ptr, group_max_ptr, max_pages, n_groups, GROUP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Largest value of each group of pages."""
+    row_head = tl.program_id(1).to(tl.int64)
+    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    page = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    value = tl.load(value_ptr + row_head * max_pages + page, mask=page < max_pages, other=float("-inf"))
+    tl.store(group_max_ptr + row_head * n_groups + group, tl.max(_sanitized(value), axis=1), mask=group < n_groups)
+
+
+@triton.jit
+def _ordered(value):
+    """Unsigned keys in the order of the values. -inf becomes 0x007fffff, so zero is free for "none"."""
+    value = _sanitized(value)
+    value = tl.where(value == 0.0, 0.0, value)  # -0.0 equals 0.0
+    bits = value.to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return ordered.to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit
+def _popcount(word):
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    return (((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
+
+
+@triton.jit
+def _rank(chosen, S: tl.constexpr):
+    """How many chosen ones come before each entry of an ``(S, C)`` tile that counts down its columns; ``S <= 32``."""
+    row = tl.arange(0, S)[:, None].to(tl.uint32)
+    bit = tl.full((), 1, tl.uint32) << row
+    bits = tl.sum(tl.where(chosen, bit, 0), axis=0)
+    count = _popcount(bits).to(tl.int32)
+    before = tl.cumsum(count, axis=0) - count
+    return before[None, :] + _popcount(bits[None, :] & (bit - 1)).to(tl.int32)
+
+
+@triton.jit
+def _choose(key, wanted, low, S: tl.constexpr):
+    """Mark the ``wanted`` largest keys of an ``(S, C)`` tile, earlier ones first among equals.
+
+    At least ``wanted`` keys reach ``low``. Returns the marks and a threshold that exactly or at least as many reach.
+    """
+    high = tl.max(key) + 1
+    count = tl.sum((key >= low).to(tl.int32))
+    while (high - low > 1) & (count != wanted):
+        middle = low + (high - low) // 2
+        reached = tl.sum((key >= middle).to(tl.int32))
+        if reached >= wanted:
+            low = middle
+            count = reached
+        else:
+            high = middle
+    chosen = key >= low
+    if count != wanted:  # equal keys at the threshold
+        above = key > low
+        equal = key == low
+        chosen = above | (equal & (_rank(equal, S) < wanted - tl.sum(above.to(tl.int32))))
+    return chosen, low
+
+
+@triton.jit
+def _top_pages_kernel(
+    value_ptr,
+    group_max_ptr,
+    lengths_ptr,
+    groups_ptr,
+    pages_ptr,
+    max_complete,
+    n_groups,
+    slots,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    GROUP: tl.constexpr,
+    S: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row_head = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths_ptr + row_head // H)
+    n_complete = length // P
+    n_total = (length + P - 1) // P
+    last = n_total - 1
+    wanted = tl.minimum(slots, n_total)
+    forced = tl.minimum(n_total, 2)
+    used_groups = (n_total + GROUP - 1) // GROUP
+    index = tl.arange(0, BLOCK_K)
+    low = tl.full((), 1, dtype=tl.uint32)
+    n_candidates = used_groups
+    candidate = index
+    if used_groups > slots:
+        p_groups = groups_ptr + row_head * BLOCK_K
+        group = tl.arange(0, S)[:, None] + tl.arange(0, C)[None, :] * S
+        m_group = (group < n_groups) & (group * GROUP < n_complete)
+        biggest = tl.load(group_max_ptr + row_head * n_groups + group, mask=m_group, other=float("-inf"))
+        m_forced = (group == 0) | (group == last // GROUP)
+        key = tl.where(m_forced | (group >= used_groups), 0, _ordered(biggest))
+        # Each chosen group has a page that reaches the threshold, so that it bounds the search among their pages too.
+        chosen, low = _choose(key, slots - 2, low, S)
+        chosen = chosen | m_forced
+        tl.store(p_groups + _rank(chosen, S), group, mask=chosen)
+        n_candidates = slots + 0
+        tl.debug_barrier()
+        candidate = tl.load(p_groups + index, mask=index < slots, other=0)
+    page = candidate[None, :] * GROUP + tl.arange(0, GROUP)[:, None]
+    m_page = (index < n_candidates)[None, :] & (page < n_total)
+    value = tl.load(value_ptr + row_head * max_complete + page, mask=m_page & (page < n_complete), other=float("-inf"))
+    m_forced = m_page & ((page == 0) | (page == last))
+    key = tl.where(m_page & (page != 0) & (page != last), _ordered(value), 0)
+    chosen = m_forced
+    if wanted > forced:
+        best, low = _choose(key, wanted - forced, low, GROUP)
+        chosen = chosen | best
+    p_pages = pages_ptr + row_head * slots
+    tl.store(p_pages + _rank(chosen, GROUP), page, mask=chosen)
+    tl.store(p_pages + index, index * 0 - 1, mask=(index >= wanted) & (index < slots))
 
 
 @triton.jit
 def _ordered_keys(value_ptr, page, n_complete, n_total):
     """Unsigned keys in the order of the values; forced pages rank above all, then NaN, missing pages at zero."""
     value = tl.load(value_ptr + page, mask=page < n_complete, other=float("-inf"))
-    largest = 3.4028234663852886e38
-    value = tl.where(value <= largest, value, largest)  # NaN and infinity stay below the forced pages
-    value = tl.where((page == 0) | (page == n_total - 1), float("inf"), value)
-    value = tl.where(value == 0.0, 0.0, value)  # -0.0 equals 0.0
-    bits = value.to(tl.int32, bitcast=True)
-    # Ordered as signed integers, then shifted to unsigned. -inf maps to 0x007fffff, so zero is free for "no page".
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = ordered.to(tl.uint32, bitcast=True) ^ 0x80000000
+    key = tl.where((page == 0) | (page == n_total - 1), 0xFFFFFFFF, _ordered(value))
     return tl.where(page < n_total, key, 0)
 
 
 @triton.jit
-def _top_pages_kernel(
+def _search_pages_kernel(
     value_ptr,
     lengths_ptr,
     pages_ptr,
@@ -146,25 +293,112 @@ def combine_triton(lse: torch.Tensor, n_pages: torch.Tensor, rule: str) -> torch
     """Launch the kernels; arguments and result as in :func:`locks_hf.kernels.select.combine`."""
     batch, n_kv_heads, group, max_pages = lse.shape
     lse = lse.contiguous()
-    normalizer = torch.empty((batch, n_kv_heads, group), dtype=torch.float32, device=lse.device)
+    partial = torch.empty((batch * n_kv_heads, 1, group, 2), dtype=torch.float32, device=lse.device)
     if rule != "mass":
         _normalizer_kernel[(batch * n_kv_heads * group,)](
-            lse, n_pages, normalizer, max_pages, HG=n_kv_heads * group, BLOCK=1024, num_warps=4
+            lse, n_pages, partial, max_pages, HG=n_kv_heads * group, BLOCK=1024, num_warps=4
         )
+    return combine_partial(lse, partial, n_pages, rule)[0]
+
+
+def combine_partial(
+    lse: torch.Tensor, partial: torch.Tensor, n_pages: torch.Tensor, rule: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Combine scores whose normalisers are known in parts.
+
+    Args:
+        lse: Page log-sum-exp, float32 ``(B, H, G, J)``, contiguous.
+        partial: What :func:`locks_hf.kernels.score.triton.score_prepared` returns with it.
+        n_pages: Complete pages of each row, int32 ``(B,)``.
+        rule: As in :func:`locks_hf.kernels.select.combine`.
+
+    Returns:
+        Values ``(B, H, J)``, and the largest of each group of 16 pages ``(B * H, ceil(J / 16))``.
+    """
+    batch, n_kv_heads, group, max_pages = lse.shape
+    rows, n_splits = partial.shape[:2]
+    n_groups = triton.cdiv(max_pages, _GROUP)
     value = torch.empty((batch, n_kv_heads, max_pages), dtype=torch.float32, device=lse.device)
-    block = 256
-    _combine_kernel[(triton.cdiv(max_pages, block), batch * n_kv_heads)](
-        lse, n_pages, normalizer, value, max_pages, H=n_kv_heads, G=group, RULE=_RULE_CODES[rule], BLOCK=block
+    group_max = torch.empty((rows, n_groups), dtype=torch.float32, device=lse.device)
+    # Every program reads all parts of the normalisers: many parts want few programs.
+    block, warps = (512, 4) if n_splits < 64 else (1024, 8)
+    _combine_kernel[(triton.cdiv(max_pages, block), rows)](
+        lse,
+        partial,
+        n_pages,
+        value,
+        group_max,
+        max_pages,
+        n_splits,
+        n_groups,
+        H=n_kv_heads,
+        G=group,
+        BLOCK_G=triton.next_power_of_2(group),
+        RULE=_RULE_CODES[rule],
+        BLOCK=block,
+        GROUP=_GROUP,
+        BLOCK_S=64,
+        num_warps=warps,
     )
-    return value
+    return value, group_max
 
 
 def top_pages_triton(value: torch.Tensor, lengths: torch.Tensor, page_size: int, slots: int) -> torch.Tensor:
-    """Launch the kernel; arguments and result as in :func:`locks_hf.kernels.select.top_pages`."""
-    batch, n_kv_heads, max_complete = value.shape
+    """Launch the kernels; arguments and result as in :func:`locks_hf.kernels.select.top_pages`."""
     value = value.contiguous()
+    max_pages = value.shape[-1]
+    rows, n_groups = value.shape[0] * value.shape[1], triton.cdiv(max_pages, _GROUP)
+    group_max = torch.empty((rows, n_groups), dtype=torch.float32, device=value.device)
+    if n_groups:
+        _group_max_kernel[(triton.cdiv(n_groups, 64), rows)](
+            value, group_max, max_pages, n_groups, GROUP=_GROUP, BLOCK=64, num_warps=4
+        )
+    return top_grouped_pages(value, group_max, lengths, page_size, slots)
+
+
+def top_grouped_pages(
+    value: torch.Tensor, group_max: torch.Tensor, lengths: torch.Tensor, page_size: int, slots: int
+) -> torch.Tensor:
+    """Choose pages whose groups' largest values are known.
+
+    Args:
+        value: As in :func:`locks_hf.kernels.select.top_pages`, contiguous.
+        group_max: What :func:`combine_partial` returns with it.
+        lengths: As in :func:`locks_hf.kernels.select.top_pages`.
+        page_size: Likewise.
+        slots: Likewise.
+
+    Returns:
+        int32 ``(B, H, slots)``, likewise.
+    """
+    batch, n_kv_heads, max_complete = value.shape
+    rows, n_groups = group_max.shape
     pages = torch.empty((batch, n_kv_heads, slots), dtype=torch.int32, device=value.device)
-    _top_pages_kernel[(batch * n_kv_heads,)](
-        value, lengths, pages, max_complete, slots, H=n_kv_heads, P=page_size, BLOCK=1024, num_warps=4
+    block_groups = max(128, triton.next_power_of_2(n_groups + 1))  # the most recent page may begin another group
+    block_slots = triton.next_power_of_2(slots)
+    largest = max(block_groups, block_slots * _GROUP)
+    if largest > _MOST_IN_REGISTERS:
+        _search_pages_kernel[(rows,)](
+            value, lengths, pages, max_complete, slots, H=n_kv_heads, P=page_size, BLOCK=1024, num_warps=4
+        )
+        return pages
+    columns = max(128, block_groups // 32)
+    groups = torch.empty((rows, block_slots), dtype=torch.int32, device=value.device)
+    _top_pages_kernel[(rows,)](
+        value,
+        group_max,
+        lengths,
+        groups,
+        pages,
+        max_complete,
+        n_groups,
+        slots,
+        H=n_kv_heads,
+        P=page_size,
+        GROUP=_GROUP,
+        S=block_groups // columns,
+        C=columns,
+        BLOCK_K=block_slots,
+        num_warps=4 if largest <= 4096 else 8 if largest <= 8192 else 16,
     )
     return pages

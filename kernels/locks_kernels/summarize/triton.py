@@ -47,6 +47,7 @@ def _summarize_kernel(
     basis_ptr,
     coefficients_ptr,
     centroid_ptr,
+    token_scales_ptr,
     scales_ptr,
     stride_page,
     stride_token,
@@ -121,7 +122,7 @@ def _summarize_kernel(
             b_used = b_stored.to(tl.float32)
         else:
             codes, scale = _quantize(b_column, 0, (1 << (BITS - 1)) - 1)
-            tl.store(p_scale + 1 + P + i_column, scale.to(tl.bfloat16))
+            tl.store(p_scale + 1 + i_column, scale.to(tl.bfloat16))
             b_used = codes * scale
             if BITS == 8:
                 tl.store(basis_ptr + (page * R + i_column) * D + channel, codes.to(tl.int8), mask=m_channel)
@@ -153,7 +154,7 @@ def _summarize_kernel(
         b_coefficient = tl.where(column[None, :] < R, tl.trans(b_right), 0.0)
 
     codes, scale = _quantize(b_coefficient, 1, 127)
-    tl.store(p_scale + 1 + token, scale.to(tl.bfloat16), mask=token < P)
+    tl.store(token_scales_ptr + page * P + token, scale.to(tl.bfloat16), mask=token < P)
     p_coefficient = coefficients_ptr + (page * P + token[:, None]) * R + column[None, :]
     tl.store(p_coefficient, codes.to(tl.int8), mask=(token < P)[:, None] & (column < R)[None, :])
 
@@ -175,6 +176,7 @@ def summarize_triton(keys: torch.Tensor, layout: SummaryLayout, refit: bool) -> 
         out["basis"],
         out["coefficients"],
         out["centroid"],
+        out["token_scales"],
         out["scales"],
         keys.stride(0),
         keys.stride(1),
