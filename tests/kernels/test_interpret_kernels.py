@@ -8,8 +8,9 @@ import itertools
 import pytest
 import torch
 
-from locks_hf.kernels import SummaryLayout, attend, backend, combine, score, summarize, top_pages
+from locks_hf.kernels import SummaryLayout, attend, backend, combine, decode_step, score, summarize, top_pages
 from locks_hf.kernels.attend import attend_reference
+from locks_hf.kernels.decode import decode_step_reference
 from locks_hf.kernels.layout import dequantize
 from locks_hf.kernels.score import score_reference
 from locks_hf.kernels.select import combine_reference, top_pages_reference
@@ -194,7 +195,9 @@ def test_combine(rng, rule, max_pages):
 
 @pytest.mark.parametrize("ties", [False, True], ids=["random", "ties"])
 @pytest.mark.parametrize("page_size", [16, 32])
-@pytest.mark.parametrize(("complete", "slots"), [(1, 2), (4, 4), (9, 4), (63, 8), (1030, 128), (40, 64), (5000, 40), (2600, 2048)])
+@pytest.mark.parametrize(
+    ("complete", "slots"), [(1, 2), (4, 4), (9, 4), (63, 8), (1030, 128), (40, 64), (5000, 40), (2600, 2048)]
+)
 def test_top_pages(rng, complete, slots, page_size, ties):
     """The very same pages as the reference, in the same order."""
     value = torch.randn(3, 2, complete, generator=rng).to(DEVICE)
@@ -282,6 +285,40 @@ def test_attend_strided_query_and_empty_row(rng):
     got = attend(query, keys, values, pages, lengths, 16, 0.125)
     torch.testing.assert_close(got, attend_reference(query, keys, values, pages, lengths, 16, 0.125))
     assert (got[1] == 0).all()
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), GRID, ids=GRID_IDS)
+@pytest.mark.parametrize(
+    ("rank", "bits", "page_size", "group", "slots"), [(4, 4, 16, 8, 3), (3, 8, 4, 3, 4), (8, 4, 16, 1, 64)]
+)
+def test_decode_step(rng, head_dim, dtype, rank, bits, page_size, group, slots):
+    """Step by step the same as the other operations, one after the other: outputs, tokens, summaries and counts."""
+    layout = SummaryLayout(head_dim, rank, page_size, bits)
+    batch, heads, capacity = 3, 2, 8 * page_size
+    start = [5 * page_size - 2, 2 * page_size - 1, 8 * page_size - 1]  # a page ends in each row; the last has no room
+    keys, values = (randn(rng, batch, heads, capacity, head_dim, dtype=dtype) for _ in range(2))
+    pages = keys.unflatten(2, (-1, page_size)).flatten(0, 2)
+    summaries = {name: a.unflatten(0, (batch, heads, -1)) for name, a in summarize(pages, layout).items()}
+    counts = torch.tensor([*start, 8 * page_size], dtype=torch.int32, device=DEVICE)
+    state = (keys, values, summaries, counts)
+    twin = (keys.clone(), values.clone(), {name: a.clone() for name, a in summaries.items()}, counts.clone())
+    for step in range(3):
+        query = randn(rng, batch, heads * group, 3, head_dim, dtype=dtype)[:, :, 1]
+        key, value = randn(rng, 2, batch, heads, 1, head_dim, dtype=dtype)[:, :, :, 0]
+        real = None if step == 0 else torch.tensor([True, step == 2, True], device=DEVICE)
+        arguments = (layout, True, "share", slots, head_dim**-0.5)
+        got = decode_step(query, key, value, real, *state, *arguments)
+        expected = decode_step_reference(query, key, value, real, *twin, *arguments)
+        tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+        assert got[2].isnan().all().item() == (step > 0)
+        assert got[:2].isfinite().all()
+        assert not got[1].any() if step == 1 else got[1].any()
+        for ours, theirs in zip(
+            (*state[:2], *state[2].values(), state[3]), (*twin[:2], *twin[2].values(), twin[3]), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+    assert counts.tolist() == [start[0] + 3, start[1] + 2, start[2] + 3, 8 * page_size + 3]
 
 
 def test_kernels_really_ran(monkeypatch):

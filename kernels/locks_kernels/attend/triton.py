@@ -104,11 +104,16 @@ def _attend_combine_kernel(
     partial_out_ptr,
     partial_lse_ptr,
     out_ptr,
+    counts_ptr,
+    added_ptr,
     n_splits,
+    n_rows,
+    H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    IS_STEP: tl.constexpr,
 ):
     row_head = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1)
@@ -125,6 +130,15 @@ def _attend_combine_kernel(
     total = tl.sum(b_weight, axis=0)
     b_out = tl.sum(b_part * b_weight[:, None], axis=0)
     b_out = b_out / tl.where(total == 0, 1.0, total)  # a row without tokens gives zeros
+    if IS_STEP:
+        # The last kernel of a decode step: nothing reads the counts any more, so that one program a row moves them on.
+        row = row_head // H
+        added = tl.load(added_ptr + row)  # 1, or 0 for padding, or -1 for a token that had no room
+        b_out = tl.where(added == 0, 0.0, tl.where(added < 0, float("nan"), b_out))
+        if (row_head % H == 0) & (g == 0):
+            tl.store(counts_ptr + row, tl.load(counts_ptr + row) + (added != 0).to(tl.int32))
+            if row == 0:
+                tl.store(counts_ptr + n_rows, tl.load(counts_ptr + n_rows) + 1)
     p_out = out_ptr + (row_head * G + g) * D + channel
     tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=channel < D)
 
@@ -137,8 +151,13 @@ def attend_triton(
     lengths: torch.Tensor,
     page_size: int,
     scaling: float,
+    step: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Launch the kernels; arguments and result as in :func:`locks_hf.kernels.attend.attend`."""
+    """Launch the kernels; arguments and result as in :func:`locks_hf.kernels.attend.attend`.
+
+    ``step`` makes this the end of a decode step: the int32 ``counts`` ``(B + 1,)`` to move on, and for each row what
+    was added, int32 ``(B,)``: 1, 0 for padding (the output is zero), or -1 for a token without room (it is NaN).
+    """
     batch, n_kv_heads, _, head_dim = keys.shape
     if keys.stride() != values.stride() or keys.stride(-1) != 1:
         keys, values = keys.contiguous(), values.contiguous()
@@ -190,11 +209,15 @@ def attend_triton(
         partial_out,
         partial_lse,
         out,
+        *(step or (None, None)),
         n_splits,
+        batch,
+        H=n_kv_heads,
         G=group,
         D=head_dim,
         BLOCK_D=block_d,
         BLOCK_S=block_splits,
+        IS_STEP=step is not None,
         num_warps=4 if block_splits * block_d <= 8192 else 8,
     )
     return out

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..backend import check_head_dim_and_dtype, check_page_size, check_row_counts
+from ..backend import check_head_dim_and_dtype, check_page_size, check_row_counts, use_triton
 from ..layout import SummaryLayout
 from .reference import decode_step_reference
 
@@ -132,10 +132,13 @@ def _decode_step(
         "token_scales": token_scales,
         "scales": scales,
     }
+    arguments = (query, key, value, real, keys, values, summaries, counts, layout, refit, rule, slots, scaling)
+    if use_triton(query.device):
+        from .triton import decode_step_triton
+
+        return decode_step_triton(*arguments)
     with torch.autocast(query.device.type, enabled=False):
-        return decode_step_reference(
-            query, key, value, real, keys, values, summaries, counts, layout, refit, rule, slots, scaling
-        )
+        return decode_step_reference(*arguments)
 
 
 @_decode_step.register_fake

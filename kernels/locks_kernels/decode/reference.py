@@ -38,6 +38,7 @@ def decode_step_reference(
     values[rows, :, position] = torch.where(written, value, values[rows, :, position])
     lengths += added
     counts[-1] += 1
+    lengths = lengths.clamp(max=capacity)
 
     completed = (added > 0) & ~overflow & (lengths % page_size == 0)
     # Reading this from the device costs a wait there; on the host it saves the work.

@@ -93,7 +93,8 @@ def _word_bytes(word, INLINE: tl.constexpr):
     if INLINE:  # byte selection with sign, then an integer conversion that runs at full rate
         a, b, c, d = tl.inline_asm_elementwise(
             "{ .reg .b32 a, b, c, d;"
-            " prmt.b32 a, $4, 0, 0x8880; prmt.b32 b, $4, 0, 0x9991; prmt.b32 c, $4, 0, 0xAAA2; prmt.b32 d, $4, 0, 0xBBB3;"
+            " prmt.b32 a, $4, 0, 0x8880; prmt.b32 b, $4, 0, 0x9991;"
+            " prmt.b32 c, $4, 0, 0xAAA2; prmt.b32 d, $4, 0, 0xBBB3;"
             " cvt.rn.f32.s32 $0, a; cvt.rn.f32.s32 $1, b; cvt.rn.f32.s32 $2, c; cvt.rn.f32.s32 $3, d; }",
             "=f,=f,=f,=f,r",
             [word],
@@ -173,7 +174,7 @@ def _score_kernel(
     for part in tl.static_range(PARTS):
         p_codes = codes_ptr + (row_head * 2 * BLOCK_G + term)[:, None] * D + part * WIDTH + width[None, :]
         b_codes = tl.load(p_codes) if BLOCK_W == WIDTH else tl.load(p_codes, mask=m_width, other=0)
-        queries = queries + (tl.trans(b_codes),)
+        queries = queries + (tl.trans(b_codes),)  # noqa: RUF005  what Triton compiles
     unit = tl.load(unit_ptr + row_head * BLOCK_G + group)
     bias = tl.load(bias_ptr + row_head * BLOCK_G + group)
 
@@ -188,6 +189,14 @@ def _score_kernel(
     inner = tl.arange(0, PIN)
     outer = tl.arange(0, POUT)
 
+    first = split * blocks_per_split
+    used_blocks = tl.minimum(blocks_per_split, (tl.maximum(n_pages - first * BLOCK_J, 0) + BLOCK_J - 1) // BLOCK_J)
+    for block in range(used_blocks, blocks_per_split):
+        page = (first + block) * BLOCK_J + tl.arange(0, BLOCK_J)
+        m_lse = (page < max_pages)[None, :] & (group < G)[:, None]
+        nothing = tl.full((BLOCK_G, BLOCK_J), float("-inf"), dtype=tl.float32)
+        tl.store(p_lse + (group[:, None] * max_pages + page[None, :]), nothing, mask=m_lse)
+
     running_max = tl.full((BLOCK_G, BLOCK_J), float("-inf"), dtype=tl.float32)
     running_sum = tl.zeros((BLOCK_G, BLOCK_J), dtype=tl.float32)
     wrong = tl.zeros((), dtype=tl.int32)
@@ -198,17 +207,17 @@ def _score_kernel(
             running_max = tl.full((BLOCK_G, BLOCK_J), float("-inf"), dtype=tl.float32)
             running_sum = tl.zeros((BLOCK_G, BLOCK_J), dtype=tl.float32)
             outside = tl.zeros((BLOCK_G, BLOCK_J), dtype=tl.int32)
-            for block in tl.range(blocks_per_split, num_stages=STAGES):
-                start = (split * blocks_per_split + block) * BLOCK_J
+            for block in tl.range(used_blocks, num_stages=STAGES):
+                start = (first + block) * BLOCK_J
                 page = start + tl.arange(0, BLOCK_J)
                 # Pages past the end read the last one instead: clamping costs less than masks.
-                some_page = tl.maximum(tl.minimum(page, n_pages - 1), 0)
-                entry_page = tl.maximum(tl.minimum(start + entry % BLOCK_J, n_pages - 1), 0)
+                some_page = tl.minimum(page, n_pages - 1)
+                entry_page = tl.minimum(start + entry % BLOCK_J, n_pages - 1)
                 centroids = ()
                 for part in tl.static_range(PARTS):
                     p_part = p_centroid + part * WIDTH + (some_page[:, None] * D + width[None, :])
                     b_part = tl.load(p_part) if BLOCK_W == WIDTH else tl.load(p_part, mask=m_width, other=0)
-                    centroids = centroids + (b_part,)
+                    centroids = centroids + (b_part,)  # noqa: RUF005
                 p_packed = p_basis + (entry_page[:, None] * (R * WIDTH) + column[:, None] * WIDTH + width[None, :])
                 b_packed = tl.load(p_packed) if BLOCK_W == WIDTH else tl.load(p_packed, mask=m_width, other=0)
                 token = inner[:, None, None, None] + outer[None, None, None, :] * PIN

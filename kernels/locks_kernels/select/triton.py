@@ -1,9 +1,10 @@
 """Triton kernels of page selection: normalisers, combined shares, exact top-k.
 
-The top-k is exact, ties included, and needs no sort and no host round trip. Pages are looked at in groups of 16 first: the
-``k`` groups with the largest maxima (the earlier one among equals) hold the ``k`` largest pages, for any page outside
-them is beaten by one page of each. Both choices search the threshold over the ordered integer form of the values, in
-registers, and end when it separates exactly as many as are wanted. What does not fit in registers is searched in memory.
+The top-k is exact, ties included, and needs no sort and no host round trip. Pages are looked at in groups of 16 first:
+the ``k`` groups with the largest maxima (the earlier one among equals) hold the ``k`` largest pages, for any page
+outside them is beaten by one page of each. Both choices search the threshold over the ordered integer form of the
+values, in registers, and end when it separates exactly as many as are wanted. What does not fit in registers is searched
+in memory.
 """
 
 from __future__ import annotations
@@ -109,9 +110,7 @@ def _combine_kernel(
 
 
 @triton.jit
-def _group_max_kernel(
-    value_ptr, group_max_ptr, max_pages, n_groups, GROUP: tl.constexpr, BLOCK: tl.constexpr
-):
+def _group_max_kernel(value_ptr, group_max_ptr, max_pages, n_groups, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     """Largest value of each group of pages."""
     row_head = tl.program_id(1).to(tl.int64)
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -42,15 +42,22 @@ def _quantize(values, axis: tl.constexpr, top: tl.constexpr):
 
 
 @triton.jit
-def _summarize_kernel(
-    keys_ptr,
+def packed_channels(D: tl.constexpr, PARTS: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Channels in the order of the packed basis: PARTS runs of D / PARTS channels, each padded to BLOCK_W, and a mask."""
+    WIDTH: tl.constexpr = D // PARTS
+    lane = tl.arange(0, PARTS * BLOCK_W)
+    return (lane // BLOCK_W) * WIDTH + lane % BLOCK_W, lane % BLOCK_W < WIDTH
+
+
+@triton.jit
+def summarize_page(
+    b_key,
+    page,
     basis_ptr,
     coefficients_ptr,
     centroid_ptr,
     token_scales_ptr,
     scales_ptr,
-    stride_page,
-    stride_token,
     rank_tolerance,
     ridge_factor,
     D: tl.constexpr,
@@ -64,19 +71,14 @@ def _summarize_kernel(
     SQUARINGS: tl.constexpr,
     N_SCALES: tl.constexpr,
 ):
-    page = tl.program_id(0).to(tl.int64)
+    """Summarise one page: float32 keys ``[BLOCK_P, channels in packed order]``, zero where there is none, to index ``page``."""
     token = tl.arange(0, BLOCK_P)
-    # Channels in the order of the packed basis: PARTS runs of WIDTH channels, each padded to BLOCK_W.
     WIDTH: tl.constexpr = D // PARTS
     BLOCK_D: tl.constexpr = PARTS * BLOCK_W
     lane = tl.arange(0, BLOCK_D)
-    channel = (lane // BLOCK_W) * WIDTH + lane % BLOCK_W
-    m_channel = lane % BLOCK_W < WIDTH
+    channel, m_channel = packed_channels(D, PARTS, BLOCK_W)
     # Basis columns share the block size of tokens: r < P, and tl.dot wants at least 16.
     column = tl.arange(0, BLOCK_P)
-    m_key = (token < P)[:, None] & m_channel[None, :]
-    p_key = keys_ptr + page * stride_page + token[:, None] * stride_token + channel[None, :]
-    b_key = tl.load(p_key, mask=m_key, other=0.0).to(tl.float32)
 
     # A page with a NaN or an infinity is summarised as zeros with a NaN centroid scale, so that its score is NaN.
     broken = tl.sum(tl.sum((tl.abs(b_key) < float("inf")).to(tl.int32), axis=1), axis=0) < BLOCK_P * BLOCK_D
@@ -159,10 +161,78 @@ def _summarize_kernel(
     tl.store(p_coefficient, codes.to(tl.int8), mask=(token < P)[:, None] & (column < R)[None, :])
 
 
+@triton.jit
+def _summarize_kernel(
+    keys_ptr,
+    basis_ptr,
+    coefficients_ptr,
+    centroid_ptr,
+    token_scales_ptr,
+    scales_ptr,
+    stride_page,
+    stride_token,
+    rank_tolerance,
+    ridge_factor,
+    D: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    R: tl.constexpr,
+    BITS: tl.constexpr,
+    REFIT: tl.constexpr,
+    SQUARINGS: tl.constexpr,
+    N_SCALES: tl.constexpr,
+):
+    page = tl.program_id(0).to(tl.int64)
+    token = tl.arange(0, BLOCK_P)
+    channel, m_channel = packed_channels(D, PARTS, BLOCK_W)
+    p_key = keys_ptr + page * stride_page + token[:, None] * stride_token + channel[None, :]
+    b_key = tl.load(p_key, mask=(token < P)[:, None] & m_channel[None, :], other=0.0).to(tl.float32)
+    summarize_page(
+        b_key,
+        page,
+        basis_ptr,
+        coefficients_ptr,
+        centroid_ptr,
+        token_scales_ptr,
+        scales_ptr,
+        rank_tolerance,
+        ridge_factor,
+        D,
+        PARTS,
+        BLOCK_W,
+        P,
+        BLOCK_P,
+        R,
+        BITS,
+        REFIT,
+        SQUARINGS,
+        N_SCALES,
+    )
+
+
 def summarize_warps(head_dim: int, page_size: int) -> int:
     """Warps a page: about 64 of a page's entries a thread, more would spill registers."""
     entries = triton.next_power_of_2(head_dim) * max(16, page_size)
     return min(8, max(1, entries // (32 * 64)))
+
+
+def summarize_options(layout: SummaryLayout, refit: bool) -> dict:
+    """Compile-time arguments of :func:`summarize_page`."""
+    return {
+        "D": layout.head_dim,
+        "PARTS": layout.codes_per_byte,
+        "BLOCK_W": max(16 // layout.codes_per_byte, triton.next_power_of_2(layout.basis_width)),
+        "P": layout.page_size,
+        "BLOCK_P": max(16, layout.page_size),
+        "R": layout.rank,
+        "BITS": layout.basis_bits,
+        "REFIT": refit,
+        "SQUARINGS": SQUARINGS,
+        "N_SCALES": layout.n_scales,
+        "num_warps": summarize_warps(layout.head_dim, layout.page_size),
+    }
 
 
 def summarize_triton(keys: torch.Tensor, layout: SummaryLayout, refit: bool) -> dict[str, torch.Tensor]:
@@ -182,16 +252,6 @@ def summarize_triton(keys: torch.Tensor, layout: SummaryLayout, refit: bool) -> 
         keys.stride(1),
         RANK_TOLERANCE,
         REFIT_RIDGE,
-        D=layout.head_dim,
-        PARTS=layout.codes_per_byte,
-        BLOCK_W=max(16 // layout.codes_per_byte, triton.next_power_of_2(layout.basis_width)),
-        P=layout.page_size,
-        BLOCK_P=max(16, layout.page_size),
-        R=layout.rank,
-        BITS=layout.basis_bits,
-        REFIT=refit,
-        SQUARINGS=SQUARINGS,
-        N_SCALES=layout.n_scales,
-        num_warps=summarize_warps(layout.head_dim, layout.page_size),
+        **summarize_options(layout, refit),
     )
     return out
