@@ -3,8 +3,8 @@
 The top-k is exact, ties included, and needs no sort and no host round trip. Pages are looked at in groups of 16 first:
 the ``k`` groups with the largest maxima (the earlier one among equals) hold the ``k`` largest pages, for any page
 outside them is beaten by one page of each. Both choices search the threshold over the ordered integer form of the
-values, in registers, and end when it separates exactly as many as are wanted. What does not fit in registers is searched
-in memory.
+values, in registers, and end when it separates exactly as many as are wanted. What does not fit in registers is
+searched in memory.
 """
 
 from __future__ import annotations

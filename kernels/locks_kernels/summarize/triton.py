@@ -43,7 +43,7 @@ def _quantize(values, axis: tl.constexpr, top: tl.constexpr):
 
 @triton.jit
 def packed_channels(D: tl.constexpr, PARTS: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Channels in the order of the packed basis: PARTS runs of D / PARTS channels, each padded to BLOCK_W, and a mask."""
+    """Channels in the order of the packed basis, PARTS runs of D / PARTS each padded to BLOCK_W, and which exist."""
     WIDTH: tl.constexpr = D // PARTS
     lane = tl.arange(0, PARTS * BLOCK_W)
     return (lane // BLOCK_W) * WIDTH + lane % BLOCK_W, lane % BLOCK_W < WIDTH
@@ -71,7 +71,7 @@ def summarize_page(
     SQUARINGS: tl.constexpr,
     N_SCALES: tl.constexpr,
 ):
-    """Summarise one page: float32 keys ``[BLOCK_P, channels in packed order]``, zero where there is none, to index ``page``."""
+    """Summarise float32 keys ``[BLOCK_P, channels in packed order]``, zero where there is none, as page ``page``."""
     token = tl.arange(0, BLOCK_P)
     WIDTH: tl.constexpr = D // PARTS
     BLOCK_D: tl.constexpr = PARTS * BLOCK_W
