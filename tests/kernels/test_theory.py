@@ -375,7 +375,7 @@ def test_packing_round_trip_and_byte_order(seed, bits, dim):
 
 def dequantized(summaries, layout):
     """The reading of the packed arrays, written out again: centroid ``(d,)``, ``(P, r)``, ``(r, d)`` of page 0."""
-    size, rank, dim, bits = layout.page_size, layout.rank, layout.head_dim, layout.basis_bits
+    rank, dim, bits = layout.rank, layout.head_dim, layout.basis_bits
     scales = summaries["scales"][0].double()
     centroid = summaries["centroid"][0].double() * scales[0]
     coefficients = summaries["coefficients"][0].double() * summaries["token_scales"][0].double()[:, None]

@@ -10,6 +10,8 @@ Bytes: the summaries, read once. Per page and KV head about ``2 G d (r + 1)`` in
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -285,13 +287,44 @@ def _score_kernel(
     tl.store(p_partial + 1, total, mask=group < G)
 
 
-def _block_pages(layout: SummaryLayout, block_width: int, block_group: int) -> int:
-    """Pages a block: as many as the registers of its tiles allow."""
-    block_rank = triton.next_power_of_2(layout.rank)
-    if layout.basis_bits == 16:
-        return 16
+@dataclass(frozen=True)
+class ScoreSettings:
+    """How the pages of a row are dealt to programs.
+
+    Attributes:
+        block_pages: Pages scored at a time, a power of two of at least 16.
+        blocks_per_split: Blocks a program scores, one after the other.
+        warps: Warps a program.
+        stages: Blocks in flight: 1, or more to load ahead through shared memory.
+    """
+
+    block_pages: int
+    blocks_per_split: int
+    warps: int = 4
+    stages: int = 1
+
+
+def score_settings(layout: SummaryLayout, group: int, rows: int, max_pages: int) -> ScoreSettings:
+    """Settings for a shape, from measurements on an H200 (head_dim 128, int4, 8 query heads a KV head).
+
+    Args:
+        layout: Sizes of the summaries.
+        group: Query heads per KV head.
+        rows: Batch rows times KV heads.
+        max_pages: Pages to score.
+    """
+    block_rank, block_group = triton.next_power_of_2(layout.rank), max(4, triton.next_power_of_2(group))
+    block_width = max(32, triton.next_power_of_2(layout.basis_width))
+    # As many pages as the registers of the tiles allow.
     fits = min(1024 // layout.page_size, 32768 // (block_rank * block_width), 8192 // (block_rank * block_group))
-    return max(16, min(64, 1 << (fits.bit_length() - 1)))
+    block_pages = 16 if layout.basis_bits == 16 else max(16, min(64, 1 << (fits.bit_length() - 1)))
+    if rows * max_pages < 128 * block_pages:  # fewer programs than multiprocessors: smaller ones end sooner
+        block_pages = max(16, block_pages // 2)
+    # Long contexts give each program several blocks; short ones need every program they can get.
+    blocks = rows * triton.cdiv(max_pages, block_pages)
+    blocks_per_split = max(1, min(8, blocks // 512))
+    stages = 3 if blocks_per_split > 2 and layout.rank <= 4 else 1
+    return ScoreSettings(block_pages, blocks_per_split, stages=stages)
 
 
 def prepare_query(
@@ -343,6 +376,7 @@ def score_prepared(
     n_pages: torch.Tensor,
     max_pages: int,
     layout: SummaryLayout,
+    settings: ScoreSettings | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score pages for queries that :func:`prepare_query` made.
 
@@ -353,6 +387,7 @@ def score_prepared(
         n_pages: Likewise.
         max_pages: Likewise, at least 1.
         layout: Likewise.
+        settings: By default those of :func:`score_settings`.
 
     Returns:
         The log-sum-exp ``(B, H, G, max_pages)``, and float32 ``(B * H, splits, G, 2)``: largest value and sum of
@@ -364,17 +399,12 @@ def score_prepared(
     summaries = {name: array.contiguous() for name, array in summaries.items()}
     words = layout.rank % 4 == 0
     coefficients = summaries["coefficients"]
-    block_group = unit.shape[1]
-    block_width = max(32, triton.next_power_of_2(layout.basis_width))
-    block_pages = _block_pages(layout, block_width, block_group)
-    blocks = triton.cdiv(max_pages, block_pages)
-    # Long contexts give each program several blocks; short ones need every program they can get.
-    blocks_per_split = max(1, min(8, blocks * rows // 512))
-    n_splits = triton.cdiv(blocks, blocks_per_split)
+    if settings is None:
+        settings = score_settings(layout, group, rows, max_pages)
+    n_splits = triton.cdiv(max_pages, settings.block_pages * settings.blocks_per_split)
     device = codes.device
     lse = torch.empty((batch, n_kv_heads, group, max_pages), dtype=torch.float32, device=device)
     partial = torch.empty((rows, n_splits, group, 2), dtype=torch.float32, device=device)
-    stages = 3 if blocks_per_split > 2 and layout.rank <= 4 else 1
     _score_kernel[(n_splits, rows)](
         codes,
         unit,
@@ -390,24 +420,24 @@ def score_prepared(
         max_pages,
         capacity,
         n_splits,
-        blocks_per_split,
+        settings.blocks_per_split,
         H=n_kv_heads,
         G=group,
-        BLOCK_G=block_group,
+        BLOCK_G=unit.shape[1],
         D=head_dim,
         P=layout.page_size,
         R=layout.rank,
         BLOCK_R=triton.next_power_of_2(layout.rank),
         BITS=layout.basis_bits,
         PARTS=layout.codes_per_byte,
-        BLOCK_W=block_width,
-        BLOCK_J=block_pages,
+        BLOCK_W=max(32, triton.next_power_of_2(layout.basis_width)),
+        BLOCK_J=settings.block_pages,
         WORDS=words,
         N_SCALES=layout.n_scales,
         INLINE=not interpreting(),
-        STAGES=stages,
-        num_warps=4,
-        num_stages=stages,
+        STAGES=settings.stages,
+        num_warps=settings.warps,
+        num_stages=settings.stages,
     )
     return lse, partial
 
