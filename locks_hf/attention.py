@@ -16,6 +16,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from . import handoff
 from .cache import _NEEDS_CONFIG, LocksLayer
 from .kernels import attend
+from .rows import check_mask_rows
 
 NAME = "locks"
 # Queries at once in dense attention that continues a cache: bounds the mask to this many rows.
@@ -52,10 +53,8 @@ def locks_mask(
     Raises:
         ValueError: If a padding mask does not have one row for each of the batch.
     """
-    if attention_mask is not None and attention_mask.shape[0] != batch_size:
-        raise ValueError(
-            f"the attention mask has {attention_mask.shape[0]} rows for a batch of {batch_size}: pass one row each"
-        )
+    if attention_mask is not None:
+        check_mask_rows(attention_mask, batch_size)
     # A caller that rules the skip out goes on to combine the mask with another one.
     plain = mask_function is causal_mask_function and kwargs.get("allow_is_causal_skip", True)
     plain = plain and not isinstance(q_offset, torch.Tensor)
@@ -142,8 +141,7 @@ def locks_attention(
     lengths = layer.row_lengths
 
     if size == 1 or is_draft_check:
-        page_size, slots = layer.config.page_size, layer.config.page_slots
-        if not layer.selector.dense and max(lengths) > page_size * slots:
+        if not layer.selector.dense and max(lengths) > layer.config.whole_budget:
             return _ForwardOnly.of(_sparse_steps(layer, query, scaling), query), None
         for back in range(size):
             layer.counters.add_dense([max(0, length - back) for length in lengths], layer.n_kv_heads)
@@ -171,7 +169,7 @@ class _ForwardOnly(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        return output.detach().view_as(output)
+        return output.detach()
 
     @staticmethod
     def backward(ctx, *gradients):

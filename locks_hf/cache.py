@@ -679,6 +679,20 @@ class LocksCache(Cache):
             raise ValueError(_NEEDS_CONFIG)
         return super().get_recurrent_state(layer_idx, *args, **kwargs)
 
+    def _lengths_before(self, layer_idx: int, size: int) -> set[int]:
+        """Tokens held before this pass of ``size``: by all layers where it begins, later by two that must agree."""
+        # As ints: after crop a layer of Transformers 5.17 may count in a tensor.
+        first = next((index for index, layer in enumerate(self.layers) if isinstance(layer, _COUNTING_LAYERS)), None)
+        if layer_idx == first:
+            return {int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, _COUNTING_LAYERS)}
+        if first is None:
+            return set()
+        before = int(self.layers[first].get_seq_length()) - size  # it has this pass's tokens already
+        if layer_idx >= len(self.layers):
+            return {before, 0}  # a layer that is still to be made
+        layer = self.layers[layer_idx]
+        return {before, int(layer.get_seq_length())} if isinstance(layer, _COUNTING_LAYERS) else set()
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -687,16 +701,7 @@ class LocksCache(Cache):
         Raises:
             ValueError: As :meth:`LocksLayer.update`, and if an interrupted forward pass left layers ahead of others.
         """
-        first = next((index for index, layer in enumerate(self.layers) if isinstance(layer, _COUNTING_LAYERS)), None)
-        held = set()  # as ints: after crop a layer of Transformers 5.17 may count in a tensor
-        if layer_idx == first:
-            held = {int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, _COUNTING_LAYERS)}
-        elif first is not None:
-            # The first layer has this pass's tokens already; a layer that is still to be made holds none.
-            known = layer_idx < len(self.layers)
-            if not known or isinstance(self.layers[layer_idx], _COUNTING_LAYERS):
-                before = int(self.layers[first].get_seq_length()) - key_states.shape[-2]
-                held = {before, int(self.layers[layer_idx].get_seq_length()) if known else 0}
+        held = self._lengths_before(layer_idx, key_states.shape[-2])
         if len(held) > 1:
             raise ValueError(
                 f"the layers of this cache hold {sorted(held)} tokens: a forward pass was interrupted between them, or "
