@@ -16,6 +16,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from . import handoff
 from .cache import _NEEDS_CONFIG, LocksLayer
 from .kernels import attend, decode_step
+from .rows import check_mask_rows
 
 NAME = "locks"
 # Queries at once in dense attention that continues a cache: bounds the mask to this many rows.
@@ -55,10 +56,8 @@ def locks_mask(
     Raises:
         ValueError: If a padding mask does not have one row for each of the batch.
     """
-    if attention_mask is not None and attention_mask.shape[0] != batch_size:
-        raise ValueError(
-            f"the attention mask has {attention_mask.shape[0]} rows for a batch of {batch_size}: pass one row each"
-        )
+    if attention_mask is not None:
+        check_mask_rows(attention_mask, batch_size)
     if q_length == 1 and kv_length == 1 and (isinstance(q_offset, torch.Tensor) or q_offset > 0):
         return _new_token_mask(attention_mask, q_offset)
     # A caller that rules the skip out goes on to combine the mask with another one.
@@ -175,8 +174,7 @@ def locks_attention(
     lengths = layer.row_lengths
 
     if size == 1 or is_draft_check:
-        page_size, slots = layer.config.page_size, layer.config.page_slots
-        if not layer.selector.dense and max(lengths) > page_size * slots:
+        if not layer.selector.dense and max(lengths) > layer.config.whole_budget:
             return _ForwardOnly.of(_sparse_steps(layer, query, scaling), query), None
         for back in range(size):
             layer.counters.add_dense([max(0, length - back) for length in lengths], layer.n_kv_heads)
@@ -204,7 +202,7 @@ class _ForwardOnly(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        return output.detach().view_as(output)
+        return output.detach()
 
     @staticmethod
     def backward(ctx, *gradients):

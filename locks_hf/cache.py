@@ -836,6 +836,19 @@ class LocksCache(Cache):
             raise ValueError(_NEEDS_CONFIG)
         return super().get_recurrent_state(layer_idx, *args, **kwargs)
 
+    def _lengths_before(self, layer_idx: int, size: int) -> set[int]:
+        """Tokens held before this pass of ``size``: by all layers where it begins, later by two that must agree."""
+        first = next((index for index, layer in enumerate(self.layers) if isinstance(layer, _COUNTING_LAYERS)), None)
+        if layer_idx == first:
+            return {_positions(layer) for layer in self.layers if isinstance(layer, _COUNTING_LAYERS)}
+        if first is None:
+            return set()
+        before = _positions(self.layers[first]) - size  # it has this pass's tokens already
+        if layer_idx >= len(self.layers):
+            return {before, 0}  # a layer that is still to be made
+        layer = self.layers[layer_idx]
+        return {before, _positions(layer)} if isinstance(layer, _COUNTING_LAYERS) else set()
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -844,18 +857,9 @@ class LocksCache(Cache):
         Raises:
             ValueError: As :meth:`LocksLayer.update`, and if an interrupted forward pass left layers ahead of others.
         """
-        first = next((index for index, layer in enumerate(self.layers) if isinstance(layer, _COUNTING_LAYERS)), None)
-        held = set()
-        if torch.compiler.is_compiling():
-            pass  # a compiled pass is one piece
-        elif layer_idx == first:
-            held = {_positions(layer) for layer in self.layers if isinstance(layer, _COUNTING_LAYERS)}
-        elif first is not None:
-            # The first layer has this pass's tokens already; a layer that is still to be made holds none.
-            known = layer_idx < len(self.layers)
-            if not known or isinstance(self.layers[layer_idx], _COUNTING_LAYERS):
-                before = _positions(self.layers[first]) - key_states.shape[-2]
-                held = {before, _positions(self.layers[layer_idx]) if known else 0}
+        # A compiled pass is one piece.
+        compiling = torch.compiler.is_compiling()
+        held = set() if compiling else self._lengths_before(layer_idx, key_states.shape[-2])
         if len(held) > 1:
             raise ValueError(
                 f"the layers of this cache hold {sorted(held)} tokens: a forward pass was interrupted between them, or "

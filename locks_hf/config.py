@@ -69,3 +69,8 @@ class LocksConfig:
     def page_slots(self) -> int:
         """Page slots ``k = ceil(budget / page_size)``."""
         return -(-self.budget // self.page_size)
+
+    @property
+    def whole_budget(self) -> int:
+        """The budget in whole pages, in tokens: what is no longer is attended densely."""
+        return self.page_slots * self.page_size

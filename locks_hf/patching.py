@@ -29,7 +29,6 @@ class _Change:
                 config._attn_implementation_internal = before
             for other in others:
                 other._inherit(config, before)
-        self._before = []
 
     def _covers(self, config: PreTrainedConfig) -> bool:
         return any(own is config for own, _ in self._before)
@@ -50,12 +49,10 @@ class Patch:
         return self._model
 
     def __exit__(self, *exc_info) -> None:
-        changes = _in_force.get(self._model, [])
+        changes = _in_force[self._model]
         if self._change in changes:
             changes.remove(self._change)
             self._change.undo()
-        if not changes:
-            _in_force.pop(self._model, None)
 
 
 def patch(model: PreTrainedModel) -> Patch:
@@ -103,9 +100,11 @@ def patch(model: PreTrainedModel) -> Patch:
     if text_config._attn_implementation != NAME:
         new.undo()
         raise ValueError(f"{name} did not accept the attention implementation {NAME!r}")
-    _in_force.setdefault(model, []).append(new)
-    # A model that goes while it is patched may leave its configuration to others.
-    weakref.finalize(model, new.undo).atexit = False
+    if model not in _in_force:
+        _in_force[model] = []
+        # A model that goes while it is patched may leave its configuration to others.
+        weakref.finalize(model, _undo_all, _in_force[model]).atexit = False
+    _in_force[model].append(new)
     return Patch(model, new)
 
 
@@ -117,15 +116,18 @@ def unpatch(model: PreTrainedModel) -> None:
     Raises:
         ValueError: If the model is not patched.
     """
-    changes = _in_force.pop(model, [])
+    changes = _in_force.get(model, [])
     if not changes:
         raise ValueError(
             f"this {type(model).__name__} was not patched with locks_hf.patch (nor was a copy of a patched model; "
             "model.set_attn_implementation changes it)"
         )
+    _undo_all(changes)
+
+
+def _undo_all(changes: list[_Change]) -> None:
     while changes:
-        # Newest first; the older ones are out of force already and must not stand in the way.
-        changes.pop().undo()
+        changes.pop().undo()  # newest first: the oldest knows what was there before all
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:

@@ -90,6 +90,16 @@ class RowLedger:
         return RowLedger(self.batch, self.seen, list(self.lengths), segments)
 
 
+def check_mask_rows(mask: torch.Tensor, rows: int) -> None:
+    """Refuse a padding mask that does not have one row for each of the batch.
+
+    Raises:
+        ValueError: If it has more or fewer.
+    """
+    if mask.shape[0] != rows:
+        raise ValueError(f"the attention mask has {mask.shape[0]} rows for a batch of {rows}: pass one row each")
+
+
 class PaddingReader:
     """Reads from attention masks which new tokens are real, once for all layers of a forward pass."""
 
@@ -120,8 +130,7 @@ class PaddingReader:
         """
         if mask is None:
             return None
-        if mask.shape[0] != rows:
-            raise ValueError(f"the attention mask has {mask.shape[0]} rows for a batch of {rows}: pass one row each")
+        check_mask_rows(mask, rows)
         if mask.shape[1] < seen + size:
             raise ValueError(
                 f"the attention mask covers {mask.shape[1]} positions, but {seen} are cached and {size} new: pass "

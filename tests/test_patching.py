@@ -501,9 +501,20 @@ def test_a_patched_model_that_goes_leaves_a_shared_configuration_to_the_other(fi
     unpatch(models[0])
     assert config._attn_implementation == "sdpa"
     patch(models[0])
+    patch(models[0])
     del models[0]
     gc.collect()
     assert config._attn_implementation == "sdpa"
+
+
+def test_contexts_leave_nothing_behind(model):
+    contexts = []
+    for _ in range(3):
+        with (context := patch(model)):
+            contexts.append(weakref.ref(context._change))
+        del context
+    gc.collect()
+    assert [change() for change in contexts] == [None] * 3
 
 
 def test_contexts_left_out_of_order():

@@ -31,8 +31,6 @@ from .words import words_identity
 # Raised when the same arguments begin to give other prompts.
 PROTOCOL = 1
 
-PAGE = LocksConfig.page_size  # tokens; budgets are rounded up to whole pages
-
 GPU_DEFAULTS = {"lengths": [4096], "limit": 50}
 CPU_DEFAULTS = {"lengths": [2048], "limit": 2}
 DTYPES = ("float32", "bfloat16", "float16", "auto")
@@ -149,8 +147,8 @@ def run(args: argparse.Namespace, command: str) -> int:
         if reduced and not on_gpu:
             now, usual = (_as_options(reduced, defaults) for defaults in (CPU_DEFAULTS, GPU_DEFAULTS))
             _log(f"without a GPU the defaults are reduced to {now}, from {usual}")
-        dense = {arm.budget for arm in arms if arm.budget and -(-arm.budget // PAGE) * PAGE >= max(lengths)}
-        if dense:
+        dense = {b for b in args.budget if LocksConfig(budget=b).whole_budget >= max(lengths)}
+        if dense and any(arm.budget for arm in arms):
             _log(
                 f"--budget {' '.join(map(str, sorted(dense)))}: records of {max(lengths)} tokens fit, so that all "
                 "steps with it are dense; a smaller budget shows selection at work"
