@@ -44,7 +44,7 @@ def _score_kernel(
     row = row_head // H
     head = row_head % H
     page = tl.program_id(0) * BLOCK_J + tl.arange(0, BLOCK_J)
-    n_pages = tl.load(n_pages_ptr + row)
+    n_pages = tl.minimum(tl.load(n_pages_ptr + row), max_pages)
     exists = page < n_pages
     group = tl.arange(0, BLOCK_G)
     m_group = group < G

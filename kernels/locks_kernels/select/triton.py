@@ -17,7 +17,7 @@ _RULE_CODES = {"share": 0, "max": 1, "mass": 2}
 def _normalizer_kernel(lse_ptr, n_pages_ptr, normalizer_ptr, max_pages, HG: tl.constexpr, BLOCK: tl.constexpr):
     """Log of the sum over pages of one query head's masses."""
     row_head = tl.program_id(0).to(tl.int64)
-    n_pages = tl.load(n_pages_ptr + row_head // HG)
+    n_pages = tl.minimum(tl.load(n_pages_ptr + row_head // HG), max_pages)
     offset = tl.arange(0, BLOCK)
     running_max = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     running_sum = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -48,8 +48,8 @@ def _combine_kernel(
 ):
     row_head = tl.program_id(1).to(tl.int64)
     page = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    exists = page < tl.load(n_pages_ptr + row_head // H)
     in_row = page < max_pages
+    exists = in_row & (page < tl.load(n_pages_ptr + row_head // H))
     p_lse = lse_ptr + row_head * G * max_pages + page
     if RULE == 2:
         largest = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
@@ -102,7 +102,7 @@ def _top_pages_kernel(
     BLOCK: tl.constexpr,
 ):
     row_head = tl.program_id(0).to(tl.int64)
-    length = tl.load(lengths_ptr + row_head // H)
+    length = tl.minimum(tl.load(lengths_ptr + row_head // H), max_complete * P + P - 1)
     n_complete = length // P
     n_total = (length + P - 1) // P
     wanted = tl.minimum(slots, n_total)
