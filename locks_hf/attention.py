@@ -26,6 +26,9 @@ _QUERY_BLOCK = 512
 _UNSUPPORTED = {
     "softcap": "logit soft-capping",
     "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "indices": "a sparse index of its own",
+    "block_indices": "a sparse index of its own",
     "position_bias": "a position bias",
 }
 
@@ -175,7 +178,7 @@ def locks_attention(
 
     if size == 1 or is_draft_check:
         if not layer.selector.dense and max(lengths) > layer.config.whole_budget:
-            return _ForwardOnly.of(_sparse_steps(layer, query, scaling), query), None
+            return _ForwardOnly.of(_sparse_steps(layer, query, scaling), query, key, value), None
         for back in range(size):
             layer.counters.add_dense([max(0, length - back) for length in lengths], layer.n_kv_heads)
     else:
@@ -187,21 +190,20 @@ def locks_attention(
         output = _dense_block(module, query, layer.keys, layer.values, starts[0], scaling)
     else:
         output = _dense_rows(module, query, key, value, layer, real, starts, scaling)
-    return output if max(starts, default=0) == 0 else _ForwardOnly.of(output, query), None
+    return output if max(starts, default=0) == 0 else _ForwardOnly.of(output, query, key, value), None
 
 
 class _ForwardOnly(torch.autograd.Function):
     """Attention over cached tokens, which carry no gradients: a backward pass through it would be silently wrong."""
 
     @staticmethod
-    def of(output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        """``output``, which raises if gradients of ``query`` are asked for."""
-        if torch.is_grad_enabled() and query.requires_grad:
-            return _ForwardOnly.apply(output, query)
-        return output
+    def of(output: torch.Tensor, *new: torch.Tensor) -> torch.Tensor:
+        """``output``, which raises if gradients of the new queries, keys or values are asked for."""
+        tracked = [tensor for tensor in new if tensor.requires_grad]
+        return _ForwardOnly.apply(output, *tracked) if torch.is_grad_enabled() and tracked else output
 
     @staticmethod
-    def forward(ctx, output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, output: torch.Tensor, *tracked: torch.Tensor) -> torch.Tensor:
         return output.detach()
 
     @staticmethod
@@ -227,10 +229,19 @@ def _refuse_unsupported(attention_mask: torch.Tensor | None, dropout: float, sli
 
 
 def _dense_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """The 4-D mask SDPA needs for keys that do not come from a LocksCache."""
+    """The 4-D mask SDPA needs for keys that do not come from a LocksCache.
+
+    Raises:
+        ValueError: If a padding mask covers more than the keys.
+    """
     q_length, kv_length = query.shape[2], key.shape[2]
     if mask is None or mask.ndim == 4:
         return mask
+    if mask.shape[1] > kv_length:
+        raise ValueError(
+            f"the attention mask covers {mask.shape[1]} positions, but the model attends {kv_length}: its cache was "
+            "not used, as in training with gradient checkpointing"
+        )
     return sdpa_mask(
         batch_size=query.shape[0],
         q_length=q_length,
@@ -258,7 +269,7 @@ def _device_step(
     config = layer.config
     output = decode_step(
         query.detach()[:, :, 0].to(layer.dtype),
-        *step,
+        *(new.detach()[:, :, 0].to(layer.dtype) for new in step),
         real,
         layer.key_buffer,
         layer.value_buffer,
@@ -270,7 +281,7 @@ def _device_step(
         config.page_slots,
         scaling,
     )
-    return _ForwardOnly.of(output.to(query.dtype)[:, None], query)
+    return _ForwardOnly.of(output.to(query.dtype)[:, None], query, *step)
 
 
 def _sparse_steps(layer: LocksLayer, query: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -276,7 +276,7 @@ class LocksLayer(CacheLayerMixin):
         return key_states.shape[2] == 1 and self.steps_on_device
 
     def take_step(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The one staged token a row, keys and values ``(B, H, d)``, if it makes a decode step without the host."""
+        """The one staged token a row, keys and values ``(B, H, 1, d)``, if it makes a decode step without the host."""
         key, value = self._staged
         if not self._is_device_step(key):
             return None
@@ -285,7 +285,7 @@ class LocksLayer(CacheLayerMixin):
             self._leave_inference_mode()
             self._positions += 1
         self.discard_staged()
-        return key.detach()[:, :, 0].to(self.dtype), value.detach()[:, :, 0].to(self.dtype)
+        return key, value
 
     def make_room(self, tokens: int) -> None:
         """Grow, if it has to be, for so many more tokens a row; asks the device only when room may be short.
@@ -501,7 +501,13 @@ class LocksLayer(CacheLayerMixin):
 
     def _summaries_of(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
         with torch.autocast(self.device.type, enabled=False):
-            return self.selector.summarize(keys, self.config)
+            arrays = self.selector.summarize(keys, self.config)
+        if arrays.keys() != self.summaries.keys():
+            raise ValueError(
+                f"{type(self.selector).__name__}.summarize returned {sorted(arrays)}, but its summary_fields are "
+                f"{sorted(self.summaries)}"
+            )
+        return arrays
 
     def _summarize_pairs(self, pairs: list[tuple[int, int]]) -> None:
         """Summarise single (row, page) pairs."""
@@ -864,6 +870,7 @@ class LocksCache(Cache):
             raise ValueError(
                 f"the layers of this cache hold {sorted(held)} tokens: a forward pass was interrupted between them, or "
                 "the cache was filled by another model. Start again with a new cache or cache.reset()"
+                + ("" if self._knows_layers else f". If that is not so: {_NEEDS_CONFIG}")
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -920,6 +927,11 @@ def _layers_for(config: PreTrainedConfig, new_layer: partial) -> list:
             raise ValueError(
                 f"layer {index} of {type(config).__name__} needs a {type(layer).__name__}, which Locks does not support"
             )
+    if getattr(text_config, "cross_attention_layers", None):
+        raise ValueError(
+            f"{type(config).__name__} has cross-attention layers ({text_config.cross_attention_layers}), which Locks "
+            "does not support"
+        )
     if not any(isinstance(layer, LocksLayer) for layer in layers):
         raise ValueError(f"{type(config).__name__} has no full-attention layer: Locks has nothing to select there")
     return layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 from transformers import PreTrainedModel
@@ -11,6 +12,8 @@ from .attention import NAME
 
 # The changes in force on each model, oldest first. They end with the model, which they do not keep in memory.
 _in_force: weakref.WeakKeyDictionary[PreTrainedModel, list[_Change]] = weakref.WeakKeyDictionary()
+# Threads may patch one model, each for its own requests. Reentrant: a collected model is undone where it happens.
+_lock = threading.RLock()
 
 
 class _Change:
@@ -49,10 +52,11 @@ class Patch:
         return self._model
 
     def __exit__(self, *exc_info) -> None:
-        changes = _in_force[self._model]
-        if self._change in changes:
-            changes.remove(self._change)
-            self._change.undo()
+        with _lock:
+            changes = _in_force[self._model]
+            if self._change in changes:
+                changes.remove(self._change)
+                self._change.undo()
 
 
 def patch(model: PreTrainedModel) -> Patch:
@@ -65,7 +69,8 @@ def patch(model: PreTrainedModel) -> Patch:
             model.generate(..., past_key_values=LocksCache(budget=2048))
 
     Only the model's configuration changes; its modules and weights are untouched. In a model with several parts, the
-    language model alone is switched.
+    language model alone is switched. Threads may patch and undo at the same time; the model is on ``"locks"`` while any
+    of them has it patched.
 
     Args:
         model: A Transformers model.
@@ -90,21 +95,22 @@ def patch(model: PreTrainedModel) -> Patch:
     if not model._can_set_attn_implementation():
         raise ValueError(f"{name} does not use Transformers' attention interface, so its attention cannot be switched")
 
-    new = _Change(model)
     request = NAME
     if text_config is not model.config:
         parts = model.config.sub_configs
         part = next((key for key in parts if getattr(model.config, key, None) is text_config), None)
         request = {part: NAME}
-    model.set_attn_implementation(request)
-    if text_config._attn_implementation != NAME:
-        new.undo()
-        raise ValueError(f"{name} did not accept the attention implementation {NAME!r}")
-    if model not in _in_force:
-        _in_force[model] = []
-        # A model that goes while it is patched may leave its configuration to others.
-        weakref.finalize(model, _undo_all, _in_force[model]).atexit = False
-    _in_force[model].append(new)
+    with _lock:
+        new = _Change(model)
+        model.set_attn_implementation(request)
+        if text_config._attn_implementation != NAME:
+            new.undo()
+            raise ValueError(f"{name} did not accept the attention implementation {NAME!r}")
+        if model not in _in_force:
+            _in_force[model] = []
+            # A model that goes while it is patched may leave its configuration to others.
+            weakref.finalize(model, _undo_all, _in_force[model]).atexit = False
+        _in_force[model].append(new)
     return Patch(model, new)
 
 
@@ -116,18 +122,20 @@ def unpatch(model: PreTrainedModel) -> None:
     Raises:
         ValueError: If the model is not patched.
     """
-    changes = _in_force.get(model, [])
-    if not changes:
-        raise ValueError(
-            f"this {type(model).__name__} was not patched with locks_hf.patch (nor was a copy of a patched model; "
-            "model.set_attn_implementation changes it)"
-        )
-    _undo_all(changes)
+    with _lock:
+        changes = _in_force.get(model, [])
+        if not changes:
+            raise ValueError(
+                f"this {type(model).__name__} was not patched with locks_hf.patch (nor was a copy of a patched model; "
+                "model.set_attn_implementation changes it)"
+            )
+        _undo_all(changes)
 
 
 def _undo_all(changes: list[_Change]) -> None:
-    while changes:
-        changes.pop().undo()  # newest first: the oldest knows what was there before all
+    with _lock:
+        while changes:
+            changes.pop().undo()  # newest first: the oldest knows what was there before all
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:

@@ -6,9 +6,9 @@ import weakref
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, MllamaTextConfig, StaticCache
 
-from locks_hf import LocksCache, handoff
+from locks_hf import LocksCache, handoff, patch
 from locks_hf.attention import locks_attention, locks_mask
 from locks_hf.selectors import OracleSelector
 from tests.helpers import (
@@ -224,6 +224,29 @@ def test_gradients_through_cached_tokens_are_refused_not_wrong(llama, budget, si
         loss.backward()
 
 
+def test_gradients_of_values_alone_are_refused_too():
+    model, ids = tiny_model("llama"), random_tokens(1, 30)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("v_proj" in name or "lm_head" in name)
+    cache = small_cache()
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+    loss = model(ids[:, 20:], past_key_values=cache).logits.sum()
+    with pytest.raises(ValueError, match="LocksCache is for inference"):
+        loss.backward()
+
+
+def test_a_mask_over_a_past_that_gradient_checkpointing_drops_is_refused():
+    model = tiny_model("llama")
+    ids, cache = random_tokens(1, 30), small_cache()
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+    model.train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="covers 30 positions, but the model attends 10: its cache was not used"):
+        model(ids[:, 20:], past_key_values=cache, position_ids=torch.arange(20, 30)[None])
+
+
 # Wrong pairs of model and cache
 
 
@@ -302,6 +325,23 @@ def test_a_model_of_sliding_layers_only_has_nothing_to_select():
 def test_layers_that_are_linear_and_full_at_once_are_refused():
     config = tiny_model("falcon_h1", mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1).config
     with pytest.raises(ValueError, match="layer 0 of FalconH1Config needs a LinearAttentionAndFullAttentionLayer"):
+        LocksCache(config=config)
+
+
+def test_models_that_pick_tokens_by_an_index_of_their_own_are_refused():
+    """They hand the index to an attention function that they do not know, instead of masking."""
+    sizes = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+    ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    index = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}
+    model = tiny_model("glm_moe_dsa", "sdpa", topk_group=1, first_k_dense_replace=2, **sizes, **ranks, **index, **rope)
+    with patch(model), pytest.raises(ValueError, match=r"a sparse index of its own \(indices\)"):
+        model(random_tokens(1, 40), use_cache=False)
+
+
+def test_cross_attention_layers_are_refused():
+    config = MllamaTextConfig(num_hidden_layers=3, cross_attention_layers=[1])
+    with pytest.raises(ValueError, match=r"MllamaTextConfig has cross-attention layers \(\[1\]\)"):
         LocksCache(config=config)
 
 
@@ -390,7 +430,14 @@ def test_attention_is_causal_where_the_call_says_so():
 @pytest.mark.parametrize("with_cache", (True, False))
 @pytest.mark.parametrize(
     ("name", "feature"),
-    (("softcap", "logit soft-capping"), ("s_aux", "attention sinks"), ("position_bias", "a position bias")),
+    (
+        ("softcap", "logit soft-capping"),
+        ("s_aux", "attention sinks"),
+        ("sinks", "attention sinks"),
+        ("position_bias", "a position bias"),
+        ("indices", "a sparse index of its own"),
+        ("block_indices", "a sparse index of its own"),
+    ),
 )
 def test_features_that_sdpa_would_drop_are_refused(name, feature, with_cache):
     query, key, value = states(10)

@@ -533,3 +533,23 @@ def test_a_copy_of_a_patched_model_was_not_patched():
     model = tiny_model("llama", "sdpa")
     with patch(model), pytest.raises(ValueError, match="nor was a copy of a patched model"):
         unpatch(copy.deepcopy(model))
+
+
+def test_threads_patch_one_model(model):
+    failures = []
+
+    def patch_often():
+        try:
+            for _ in range(100):
+                with patch(model):
+                    assert model.config._attn_implementation == "locks"
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=patch_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert model.config._attn_implementation == "sdpa"

@@ -303,6 +303,43 @@ def test_a_selector_of_ones_own_decodes_and_keeps_its_summaries(llama):
     assert_same_tokens_held(back, cache)
 
 
+class Pooled(PageSelector):
+    """Keeps one number a page, made in a way of the instance's own, and ``rank`` of the configuration."""
+
+    name = "pooled"
+
+    def __init__(self, pool):
+        self.pool = pool
+
+    def summary_fields(self, config, head_dim, dtype):
+        return {"pooled": ((config.rank,), torch.float32)}
+
+    def summarize(self, keys, config):
+        return {"pooled": self.pool(keys.float().flatten(1), dim=1)[:, None].expand(-1, config.rank)}
+
+    def select(self, query, pages, config, scaling):
+        raise NotImplementedError
+
+
+def test_selectors_with_parameters_of_their_own_do_not_share_summaries(llama):
+    cache = small_cache(selector=Pooled(torch.amax))
+    feed(llama, cache, random_tokens(1, 40))
+    for change in ({"selector": Pooled(torch.mean)}, {"rank": 3}, {"refit": False}):
+        check_cache(cache.fork(**change))
+    other = cache.fork(selector=Pooled(torch.mean)).layers[0].summaries["pooled"][:, :, :10]
+    assert not torch.equal(other, cache.layers[0].summaries["pooled"][:, :, :10])
+
+
+@pytest.mark.parametrize("arrays", ({}, {"norm": torch.zeros(20), "extra": torch.zeros(20)}))
+def test_a_selector_whose_summaries_are_not_its_fields_is_refused(llama, arrays):
+    class Other(LargestNorm):
+        def summarize(self, keys, config):
+            return arrays
+
+    with pytest.raises(ValueError, match=r"Other\.summarize returned \[.*\], but its summary_fields are \['norm'\]"):
+        feed(llama, small_cache(selector=Other()), random_tokens(1, 40))
+
+
 def test_a_selector_of_all_pages_gives_dense_attention(llama, dense_llama):
     ids = random_tokens(3, 40)
     cache = small_cache(selector=Everything())

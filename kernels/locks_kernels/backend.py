@@ -80,14 +80,19 @@ def check_head_dim_and_dtype(head_dim: int, dtype: torch.dtype) -> None:
         raise ValueError(f"keys and values of {dtype} have no kernel: load the model in one of {names}")
 
 
-def check_row_counts(name: str, counts: torch.Tensor, rows: int) -> None:
-    """Refuse per-row counts that are not one integer a row.
+def check_row_counts(name: str, counts: torch.Tensor, rows: int, most: int | None) -> None:
+    """Refuse per-row counts that are not one integer a row from 0 to ``most``.
+
+    The values are checked on the CPU only, where they cost no wait; on a GPU the kernels take what exceeds ``most`` as
+    ``most``. ``most`` of ``None`` leaves the values alone.
 
     Raises:
-        ValueError: If ``counts`` is not an integer tensor of shape ``(rows,)``.
+        ValueError: If ``counts`` is not an integer tensor of shape ``(rows,)``, or a value is out of range.
     """
     if counts.shape != (rows,) or counts.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be int32 ({rows},), one a row, got {counts.dtype} {tuple(counts.shape)}")
+    if most is not None and counts.device.type == "cpu" and not bool(((counts >= 0) & (counts <= most)).all()):
+        raise ValueError(f"{name} must be from 0 to {most}, got {counts.tolist()}")
 
 
 def check_page_size(page_size: int) -> None:

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 
 import torch
 
+_BASIS_DTYPES = {2: torch.uint8, 4: torch.uint8, 8: torch.int8, 16: torch.bfloat16}
+
 
 @dataclass(frozen=True)
 class SummaryLayout:
@@ -33,12 +35,19 @@ class SummaryLayout:
         rank: Columns ``r`` of the basis.
         page_size: Tokens ``P`` a page.
         basis_bits: 2, 4, 8, or 16 for bf16.
+
+    Raises:
+        ValueError: If ``basis_bits`` is another number.
     """
 
     head_dim: int
     rank: int
     page_size: int = 16
     basis_bits: int = 4
+
+    def __post_init__(self):
+        if self.basis_bits not in _BASIS_DTYPES:
+            raise ValueError(f"basis_bits must be one of {tuple(_BASIS_DTYPES)}, got {self.basis_bits!r}")
 
     @property
     def codes_per_byte(self) -> int:
@@ -57,9 +66,8 @@ class SummaryLayout:
 
     def fields(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape per page and dtype of each array."""
-        basis_dtype = {2: torch.uint8, 4: torch.uint8, 8: torch.int8, 16: torch.bfloat16}[self.basis_bits]
         return {
-            "basis": ((self.rank, self.basis_width), basis_dtype),
+            "basis": ((self.rank, self.basis_width), _BASIS_DTYPES[self.basis_bits]),
             "coefficients": ((self.page_size, self.rank), torch.int8),
             "centroid": ((self.head_dim,), torch.int8),
             "token_scales": ((self.page_size,), torch.bfloat16),

@@ -66,8 +66,12 @@ class PageSelector(ABC):
         """
 
     def summary_key(self, config: LocksConfig) -> tuple:
-        """What the summaries depend on: two caches with equal keys can share copies of them."""
-        return (type(self), config.page_size)
+        """What the summaries depend on: two caches with equal keys can share copies of them.
+
+        By default this instance and all of the configuration that may matter to what is stored. A selector without
+        parameters of its own may return its type instead of itself, and leave out what it does not use.
+        """
+        return (self, config.page_size, config.rank, config.basis_bits, config.refit)
 
     def score_bytes(self, config: LocksConfig, n_pages: int, head_dim: int, dtype: torch.dtype) -> int:
         """Bytes one KV head of one row reads in a decode step to score ``n_pages`` complete pages."""

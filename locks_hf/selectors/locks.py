@@ -37,4 +37,4 @@ class LocksSelector(PageSelector):
 
     def summary_key(self, config: LocksConfig) -> tuple:
         """Everything that goes into a summary."""
-        return (*super().summary_key(config), config.rank, config.basis_bits, config.refit)
+        return (type(self), config.page_size, config.rank, config.basis_bits, config.refit)

@@ -43,6 +43,10 @@ class QuestSelector(PageSelector):
         low, high = keys.aminmax(dim=1)
         return {"low": low, "high": high}
 
+    def summary_key(self, config: LocksConfig) -> tuple:
+        """The page size alone."""
+        return (type(self), config.page_size)
+
     def select(self, query: torch.Tensor, pages: PageView, config: LocksConfig, scaling: float) -> torch.Tensor:
         """Union over the group of each head's top pages."""
         page_size, slots = config.page_size, config.page_slots

@@ -83,7 +83,8 @@ def test_combine(lse, rule, message):
 @pytest.mark.parametrize(
     ("value", "slots", "message"),
     (
-        (torch.zeros(1, 1, 4), 1, r"slots must be at least 2 \(the first and the most recent page\), got 1"),
+        (torch.zeros(1, 1, 4), 1, r"slots must be an int of at least 2 \(the first and the most recent page\), got 1"),
+        (torch.zeros(1, 1, 4), 2.0, r"slots must be an int of at least 2 .*, got 2\.0"),
         (torch.zeros(1, 4), 2, r"value must be float32 \(B, H, J\), got torch\.float32 \(1, 4\)"),
         (torch.zeros(1, 1, 4).double(), 2, r"got torch\.float64"),
     ),
@@ -111,6 +112,23 @@ def test_attend(changes, message):
     arguments = {"query": QUERY, "keys": KEYS, "values": KEYS, "pages": PAGES, **changes}
     with pytest.raises(ValueError, match=message):
         attend(**arguments, lengths=LENGTHS, page_size=16, scaling=1.0)
+
+
+def test_counts_past_what_is_held():
+    value, lse = torch.zeros(2, 3, 2), torch.zeros(2, 3, 2, 2)
+    with pytest.raises(ValueError, match=r"lengths must be from 0 to 47, got \[48, 0\]"):
+        top_pages(value, torch.tensor([48, 0]), 16, 2)
+    with pytest.raises(ValueError, match=r"n_pages must be from 0 to 2, got \[3, 0\]"):
+        combine(lse, torch.tensor([3, 0]))
+    with pytest.raises(ValueError, match=r"n_pages must be from 0 to 1, got \[2, 1\]"):
+        score(QUERY, summaries(), LENGTHS // 16, 1, LAYOUT, 1.0)
+    with pytest.raises(ValueError, match=r"lengths must be from 0 to 32, got \[33, -1\]"):
+        attend(QUERY, KEYS, KEYS, PAGES, torch.tensor([33, -1]), 16, 1.0)
+
+
+def test_a_layout_of_other_bits():
+    with pytest.raises(ValueError, match=r"basis_bits must be one of \(2, 4, 8, 16\), got 3"):
+        SummaryLayout(16, 4, basis_bits=3)
 
 
 def test_counts_pages_and_layouts_that_do_not_fit():

@@ -321,6 +321,32 @@ def test_decode_step(rng, head_dim, dtype, rank, bits, page_size, group, slots):
     assert counts.tolist() == [start[0] + 3, start[1] + 2, start[2] + 3, 8 * page_size + 3]
 
 
+@pytest.mark.parametrize("excess", [1, 17, 1000])
+def test_counts_past_the_end_are_taken_as_the_end(rng, excess):
+    """On a GPU nothing checks them before: memory past the end must not be touched, so it is poisoned here."""
+    from locks_hf.kernels.attend.triton import attend_triton
+    from locks_hf.kernels.score.triton import score_triton
+    from locks_hf.kernels.select.triton import combine_triton, top_pages_triton
+
+    layout, held, room = SummaryLayout(64, 4), 5, 90
+    query, keys, values = randn(rng, 1, 4, 64), randn(rng, 1, 1, room * 16, 64), randn(rng, 1, 1, room * 16, 64)
+    summaries = random_summaries(rng, layout, 1, 1, room)
+    summaries["token_scales"][:, :, held:], summaries["scales"][:, :, held:] = float("nan"), float("nan")
+    keys[:, :, held * 16 :], values[:, :, held * 16 :] = float("nan"), float("nan")
+    keys, values = keys[:, :, : held * 16], values[:, :, : held * 16]
+    exact, more = (torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in (held, held + excess))
+    lse = score_triton(query, summaries, exact, held, layout, 0.125)
+    assert torch.equal(score_triton(query, summaries, more, held, layout, 0.125), lse)
+    for rule in ("share", "max", "mass"):
+        value = combine_triton(lse, exact, rule)
+        assert torch.equal(combine_triton(lse, more, rule), value)
+    pages = top_pages_triton(value, exact * 16 + 15, 16, 4)
+    assert torch.equal(top_pages_triton(value, more * 16, 16, 4), pages)
+    pages = torch.arange(held + 1, dtype=torch.int32, device=DEVICE).expand(1, 1, -1)
+    expected = attend_reference(query, keys, values, pages, exact * 16, 16, 0.125)
+    torch.testing.assert_close(attend_triton(query, keys, values, pages, more * 16, 16, 0.125), expected)
+
+
 def test_kernels_really_ran(monkeypatch):
     """Dispatch reaches the kernels here: otherwise the tests above compare the reference with itself."""
     assert backend.use_triton(torch.device(DEVICE))

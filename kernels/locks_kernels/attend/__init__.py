@@ -51,7 +51,7 @@ def attend(
         raise ValueError(
             f"query, keys and values must share a dtype, got {query.dtype}, {keys.dtype} and {values.dtype}"
         )
-    check_row_counts("lengths", lengths, batch)
+    check_row_counts("lengths", lengths, batch, keys.shape[2])
     check_page_size(page_size)
     check_head_dim_and_dtype(head_dim, keys.dtype)
     if use_triton(query.device):

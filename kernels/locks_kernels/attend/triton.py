@@ -30,6 +30,7 @@ def _attend_split_kernel(
     slots,
     slots_per_split,
     n_splits,
+    capacity,
     stride_query_row,
     stride_query_head,
     stride_kv_row,
@@ -56,7 +57,7 @@ def _attend_split_kernel(
     b_query = tl.load(p_query, mask=m_group[:, None] & m_channel[None, :], other=0.0)
     if UPCAST:
         b_query = b_query.to(tl.float32)
-    length = tl.load(lengths_ptr + row)
+    length = tl.minimum(tl.load(lengths_ptr + row), capacity)
     p_head = row * stride_kv_row + head * stride_kv_head
 
     b_max = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
@@ -188,6 +189,7 @@ def attend_triton(
         slots,
         slots_per_split,
         n_splits,
+        keys.shape[2],
         query.stride(0),
         query.stride(1),
         keys.stride(0),

@@ -71,7 +71,7 @@ def decode_step(
         )
     check_head_dim_and_dtype(head_dim, keys.dtype)
     check_page_size(layout.page_size)
-    check_row_counts("counts", counts, batch + 1)
+    check_row_counts("counts", counts, batch + 1, None)
     if capacity % layout.page_size:
         raise ValueError(f"the capacity {capacity} must be a multiple of the page size {layout.page_size}")
     if real is not None and (real.shape != (batch,) or real.dtype != torch.bool):

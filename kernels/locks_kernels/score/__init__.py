@@ -55,10 +55,10 @@ def score(
                 f"the summaries' {name} must be {dtype} {(batch, n_kv_heads, capacity, *shape)} for this layout, got "
                 f"{array.dtype} {tuple(array.shape)}"
             )
-    check_row_counts("n_pages", n_pages, batch)
     check_page_size(layout.page_size)
     if not 0 <= max_pages <= capacity:
         raise ValueError(f"max_pages must be from 0 to the capacity {capacity}, got {max_pages}")
+    check_row_counts("n_pages", n_pages, batch, max_pages)
     check_head_dim_and_dtype(head_dim, query.dtype)
     if use_triton(query.device) and max_pages:
         from .triton import score_triton

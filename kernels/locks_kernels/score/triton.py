@@ -167,7 +167,7 @@ def _score_kernel(
     LN2: tl.constexpr = 0.6931471805599453
     row_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(0)
-    n_pages = tl.load(n_pages_ptr + row_head // H)
+    n_pages = tl.minimum(tl.load(n_pages_ptr + row_head // H), max_pages)
     group = tl.arange(0, BLOCK_G)
     term = tl.arange(0, 2 * BLOCK_G)
     width = tl.arange(0, BLOCK_W)

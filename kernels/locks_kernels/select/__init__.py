@@ -31,7 +31,7 @@ def combine(lse: torch.Tensor, n_pages: torch.Tensor, rule: str = "share") -> to
         raise ValueError(f"rule must be one of {RULES}, got {rule!r}")
     if lse.ndim != 4 or lse.dtype != torch.float32:
         raise ValueError(f"lse must be float32 (B, H, G, J), got {lse.dtype} {tuple(lse.shape)}")
-    check_row_counts("n_pages", n_pages, lse.shape[0])
+    check_row_counts("n_pages", n_pages, lse.shape[0], lse.shape[3])
     if use_triton(lse.device) and lse.shape[-1]:
         from .triton import combine_triton
 
@@ -55,14 +55,15 @@ def top_pages(value: torch.Tensor, lengths: torch.Tensor, page_size: int, slots:
         Page indices, int32 ``(B, H, slots)``, ascending; rows with fewer pages than slots end in ``-1``.
 
     Raises:
-        ValueError: If ``slots`` is below 2 or shapes are wrong.
+        ValueError: If ``slots`` is below 2, or shapes or lengths are wrong.
     """
-    if slots < 2:
-        raise ValueError(f"slots must be at least 2 (the first and the most recent page), got {slots}")
+    if not isinstance(slots, int) or slots < 2:
+        raise ValueError(f"slots must be an int of at least 2 (the first and the most recent page), got {slots}")
     if value.ndim != 3 or value.dtype != torch.float32:
         raise ValueError(f"value must be float32 (B, H, J), got {value.dtype} {tuple(value.shape)}")
-    check_row_counts("lengths", lengths, value.shape[0])
     check_page_size(page_size)
+    # One page more than there are values may be incomplete.
+    check_row_counts("lengths", lengths, value.shape[0], (value.shape[2] + 1) * page_size - 1)
     if use_triton(value.device):
         from .triton import top_pages_triton
 

@@ -22,7 +22,7 @@ _MOST_IN_REGISTERS = 1 << 15  # values of one search: 64 a thread of 512
 def _normalizer_kernel(lse_ptr, n_pages_ptr, partial_ptr, max_pages, HG: tl.constexpr, BLOCK: tl.constexpr):
     """Largest mass of one query head and the sum of all relative to it."""
     row_head = tl.program_id(0).to(tl.int64)
-    n_pages = tl.load(n_pages_ptr + row_head // HG)
+    n_pages = tl.minimum(tl.load(n_pages_ptr + row_head // HG), max_pages)
     offset = tl.arange(0, BLOCK)
     running_max = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     running_sum = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -66,7 +66,7 @@ def _combine_kernel(
 ):
     row_head = tl.program_id(1).to(tl.int64)
     page = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    exists = page < tl.load(n_pages_ptr + row_head // H)
+    exists = page < tl.minimum(tl.load(n_pages_ptr + row_head // H), max_pages)
     group = tl.arange(0, BLOCK_G)
     m_group = group < G
     p_lse = lse_ptr + row_head * G * max_pages + (group[:, None] * max_pages + page[None, :])
@@ -189,7 +189,7 @@ def _top_pages_kernel(
     BLOCK_K: tl.constexpr,
 ):
     row_head = tl.program_id(0).to(tl.int64)
-    length = tl.load(lengths_ptr + row_head // H)
+    length = tl.minimum(tl.load(lengths_ptr + row_head // H), max_complete * P + P - 1)
     n_complete = length // P
     n_total = (length + P - 1) // P
     last = n_total - 1
@@ -248,7 +248,7 @@ def _search_pages_kernel(
     BLOCK: tl.constexpr,
 ):
     row_head = tl.program_id(0).to(tl.int64)
-    length = tl.load(lengths_ptr + row_head // H)
+    length = tl.minimum(tl.load(lengths_ptr + row_head // H), max_complete * P + P - 1)
     n_complete = length // P
     n_total = (length + P - 1) // P
     wanted = tl.minimum(slots, n_total)
