@@ -55,8 +55,8 @@ class NeedleGenerator:
 
     Raises:
         ValueError: If not even the smallest haystack fits; the message names the task, the length and the
-            smallest length that would do. If ``chat_template`` is unknown, or ``"chat"`` with a tokenizer
-            that has none.
+            smallest length that would do. If the haystack has too few sentences. If ``chat_template`` is
+            unknown, or ``"chat"`` with a tokenizer that has none.
     """
 
     def __init__(
@@ -86,6 +86,8 @@ class NeedleGenerator:
         self.fewest = task.needles if self.kind == "noise" else 1
         self.step = 500 if self.kind == "essay" else 25 if length >= 4096 else 5
         self.units = self._size()
+        if self.kind == "essay":
+            haystack.check_spread(self.units)
 
     def record(self, index: int) -> Record:
         """Record ``index`` (0, 1, ...).
