@@ -129,6 +129,7 @@ class RunStore:
     def __init__(self, directory: Path, settings: dict, *, overwrite: bool = False):
         self.directory = directory
         self.config = dict(settings)
+        self._found: dict = {}  # the config.json that was there
         self.samples: list[dict] = []
         self.done: set[tuple] = set()
         self.cut_bytes = 0
@@ -153,6 +154,17 @@ class RunStore:
         except ValueError:
             self.close()
             raise
+
+    def settle(self, settings: dict) -> None:
+        """Add settings that are known only after the directory is claimed, such as what the model turned out to be.
+
+        A run from before a setting was written down goes on without the comparison.
+
+        Raises:
+            ValueError: If the run in the directory has other ones; the message names both.
+        """
+        self._compare({name: value for name, value in settings.items() if name in self._found})
+        self.config.update(settings)
 
     def begin(self, sweep: dict) -> None:
         """Open the samples file for appending and write ``config.json``.
@@ -236,10 +248,14 @@ class RunStore:
             stored = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path} is not JSON ({error}); start anew with --overwrite") from error
+        self._found = stored
+        self._compare(self.config)
+
+    def _compare(self, settings: dict) -> None:
         differing = [
-            f"{name} is {stored.get(name)!r} there and {value!r} here"
-            for name, value in self.config.items()
-            if stored.get(name) != value
+            f"{name} is {self._found.get(name)!r} there and {value!r} here"
+            for name, value in settings.items()
+            if self._found.get(name) != value
         ]
         if differing:
             raise ValueError(

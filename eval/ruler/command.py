@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from locks_hf.config import LocksConfig
-from locks_hf.models import load
+from locks_hf.models import identify, load
 
 from ..arms import Arm, make_arms
 from ..engine import Engine
@@ -154,6 +154,7 @@ def run(args: argparse.Namespace, command: str) -> int:
                 "steps with it are dense; a smaller budget shows selection at work"
             )
         model, tokenizer = load(args.model, device=str(device), dtype=settings["dtype"])
+        store.settle({"model_identity": identify(model)})
         window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if window is not None and max(lengths) > window:
             raise ValueError(f"--lengths {max(lengths)} is beyond the window of {args.model}: {window} tokens")

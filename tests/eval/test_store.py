@@ -95,6 +95,24 @@ def test_other_settings_are_refused_by_name(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 43
 
 
+def test_what_is_known_later_is_compared_too(tmp_path):
+    def go_on(identity, **options):
+        with RunStore(tmp_path, SETTINGS, **options) as store:
+            store.settle({"model_identity": identity})
+            store.begin({})
+            store.add(sample(len(store.samples)))
+
+    write(tmp_path, [sample(0)])
+    go_on("one")  # the run does not know its model: nothing to compare
+    go_on("one")
+    before = (tmp_path / "samples.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"model_identity is 'one' there and 'two' here.* start anew with --overwrite"):
+        go_on("two")
+    assert (tmp_path / "samples.jsonl").read_bytes() == before
+    go_on("two", overwrite=True)
+    assert json.loads((tmp_path / "config.json").read_text())["model_identity"] == "two"
+
+
 def test_overwrite_leaves_foreign_files_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     write(tmp_path, [sample(0)])
