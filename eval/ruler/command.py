@@ -168,7 +168,7 @@ def run(args: argparse.Namespace, command: str) -> int:
         engine = Engine(
             model, tokenizer, max_new_tokens=args.max_new_tokens, add_special_tokens=args.chat_template == "none"
         )
-        store.begin(sweep)
+        store.begin(sweep, describe(device, command))
         if store.cut_bytes:
             _log("the samples file ended inside a line; that sample is made again")
         try:
@@ -178,7 +178,7 @@ def run(args: argparse.Namespace, command: str) -> int:
             _log(f"interrupted: {len(store.samples)} samples are kept; the same command goes on from there")
             return 130
         rows = make_rows(store.samples)
-        results = store.write_results(rows, describe(device, command))
+        results = store.write_results(rows)
     print(make_tables(rows))
     _log(f"results: {results}")
     if failed:
