@@ -8,6 +8,7 @@ first of them), ``samples.jsonl`` (one object a record and arm, appended and flu
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -144,11 +145,13 @@ class RunStore:
         self._environment: dict = {}
         self._overwrite = overwrite
         self._file = None
+        lock = self._path(".lock")
+        self._made = [path for path in (lock, directory, *directory.parents) if not path.exists()]
         try:
             directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory):
                 pass
-            self._lock = FileLock(self._path(".lock"), blocking=False)
+            self._lock = FileLock(lock, blocking=False)
             self._lock.acquire()
         except Timeout as error:
             raise ValueError(
@@ -207,9 +210,13 @@ class RunStore:
         self.close()
 
     def close(self) -> None:
-        """Close the samples file and let go of the directory."""
+        """Close the samples file and let go of the directory; if nothing was begun, leave no trace of it."""
         if self._file is not None:
             self._file.close()
+        else:
+            with contextlib.suppress(OSError):  # not empty: somebody else's now
+                for path in self._made:
+                    path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
         self._lock.release()
 
     def add(self, sample: dict) -> None:

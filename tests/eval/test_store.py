@@ -170,6 +170,20 @@ def test_a_refused_directory_is_free_again(tmp_path):
         pass
 
 
+def test_a_directory_where_nothing_was_begun_is_gone_again(tmp_path):
+    with RunStore(tmp_path / "runs" / "a", SETTINGS):
+        assert (tmp_path / "runs" / "a").is_dir()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "runs").mkdir()
+    with RunStore(tmp_path / "runs" / "a", SETTINGS), RunStore(tmp_path / "runs" / "b", SETTINGS) as store:
+        store.begin({}, {})
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["b"]
+    (tmp_path / "samples.jsonl").write_text("mine")
+    with pytest.raises(ValueError, match="holds samples"):
+        RunStore(tmp_path, SETTINGS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "samples.jsonl"]
+
+
 def test_errors_are_those_of_the_last_run(tmp_path):
     with RunStore(tmp_path, SETTINGS) as store:
         store.begin({}, {})
