@@ -170,6 +170,27 @@ def test_chat_template_has_to_exist(haystack, words, monkeypatch):
         make("niah_single_1", 600, words, haystack, chat_template="llama")
 
 
+@pytest.mark.parametrize("date", ["date_string", "strftime_now('%d %b %Y')"])
+def test_chat_templates_print_the_same_date(haystack, words, monkeypatch, date):
+    monkeypatch.setattr(words, "chat_template", f"Today is {{{{ {date} }}}}. {{{{ messages[0].content }}}}\n")
+    record = make("niah_single_1", 600, words, haystack, chat_template="chat").record(0)
+    assert record.text.startswith("Today is 26 Jul 2024. A special magic number")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in %}", "Expected an expression"),
+        ("{{ raise_exception('give a system message') }}", "give a system message"),
+        ("{{ messages + 1 }}", "can only concatenate list"),
+    ],
+)
+def test_chat_templates_that_fail(haystack, words, monkeypatch, template, message):
+    monkeypatch.setattr(words, "chat_template", template)
+    with pytest.raises(ValueError, match=rf"chat template does not take .*{message}.*use --chat-template none"):
+        make("niah_single_1", 600, words, haystack, chat_template="chat")
+
+
 def test_layout_equals_that_of_an_upstream_file(test_data):
     path = test_data / "ruler" / "golden_niah_multikey_3_4096_first10.jsonl"
     if not path.exists():
