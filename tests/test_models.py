@@ -396,6 +396,43 @@ class TestLoad:
         with pytest.raises((ValueError, OSError), match="tokenizer"):
             load(str(tmp_path))
 
+    @pytest.mark.parametrize(
+        ("damage", "message"),
+        [
+            ("truncate", "a weight file of .* is damaged, fetch it again: .*header"),
+            ("shapes", r"not fit its config\.json: .* is \[64, 96\] in the checkpoint and \[64, 80\] by .*\(3 such"),
+            ("layers", r"lacks 9 weights of LlamaForCausalLM, model\.layers\.1\."),
+            ("code", "comes with code of its own, which is not supported"),
+            ("tokenizer code", "comes with code of its own, which is not supported"),
+            ("nesting", "nested too deeply"),
+        ],
+    )
+    def test_checkpoints_that_are_refused(self, tiny_dir, tmp_path, damage, message):
+        folder = tmp_path / "model"
+        shutil.copytree(tiny_dir, folder)
+        config = json.loads((folder / "config.json").read_text())
+        if damage == "truncate":
+            weights = folder / "model.safetensors"
+            weights.write_bytes(weights.read_bytes()[:-1000])
+        elif damage == "nesting":
+            (folder / "config.json").write_text("[" * 100_000)
+        else:
+            config |= {
+                "shapes": {"intermediate_size": 80},
+                "layers": {"num_hidden_layers": 2},
+                "code": {"model_type": "own", "auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}},
+                "tokenizer code": {},
+            }[damage]
+            (folder / "config.json").write_text(json.dumps(config))
+        if damage == "tokenizer code":
+            settings = json.loads((folder / "tokenizer_config.json").read_text())
+            settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.T", None]}}
+            (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        (folder / "own.py").write_text("raise SystemExit('ran code of the model')")
+        with pytest.raises(ValueError, match=message) as caught:
+            load(str(folder))
+        assert "trust_remote_code" not in str(caught.value)
+
     def test_unknown_hub_id(self, monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         with pytest.raises(OSError, match=r"cannot load model 'nobody/nothing'.*'smollm2' needs no Hub. Cause: "):
