@@ -20,22 +20,19 @@ from filelock import FileLock, Timeout
 
 from .arms import Arm
 
+ARM_KEYS = ("selector", "rank", "basis_bits", "refit", "budget")
 SAMPLE_KEYS = (
     "task",
     "length",
     "index",
-    "selector",
-    "rank",
-    "basis_bits",
-    "refit",
-    "budget",
+    *ARM_KEYS,
     "prediction",
     "references",
     "score",
     "tokens_attended",
     "bytes_read_per_step",
 )
-_KINDS = {
+SAMPLE_KINDS = {
     "task": str,
     "length": int,
     "index": int,
@@ -77,7 +74,7 @@ def sample_key(sample: dict) -> tuple:
 
 def sample_arm(sample: dict) -> Arm:
     """The arm of a sample or of a result row."""
-    return Arm(*(sample[name] for name in ("selector", "rank", "basis_bits", "refit", "budget")))
+    return Arm(*(sample[name] for name in ARM_KEYS))
 
 
 def read_samples(path: Path) -> tuple[list[dict], int]:
@@ -101,7 +98,7 @@ def read_samples(path: Path) -> tuple[list[dict], int]:
             sample = json.loads(line)
             if not isinstance(sample, dict) or set(sample) != set(SAMPLE_KEYS):
                 raise ValueError(f"the keys of a sample are {', '.join(SAMPLE_KEYS)}")
-            for name, kinds in _KINDS.items():
+            for name, kinds in SAMPLE_KINDS.items():
                 if not isinstance(sample[name], kinds):
                     raise ValueError(f"{name} is {sample[name]!r}")
             samples.setdefault(sample_key(sample), sample)
