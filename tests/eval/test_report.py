@@ -197,6 +197,17 @@ def test_plot_draws_lines_bands_and_the_dense_score(tmp_path, monkeypatch):
     assert [tick.get_text() for tick in panels[0].get_xticklabels()] == ["64", "128"]
 
 
+def test_nothing_to_plot(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    rows = make_rows(
+        samples([Arm("full")], [512], {"niah_single_1": [1.0]}) + samples(LOCKS[:1], [512], {"niah_multivalue": [1.0]})
+    )
+    (tmp_path / "results.json").write_text(json.dumps({"rows": rows}))
+    assert main(["plot", str(tmp_path)]) == 2
+    assert "there is nothing to plot" in capsys.readouterr().err
+    assert not (tmp_path / "plot.png").exists()
+
+
 def test_plot_without_matplotlib(run, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plot", str(run)]) == 2
