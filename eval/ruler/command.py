@@ -153,6 +153,9 @@ def run(args: argparse.Namespace, command: str) -> int:
                 f"--budget {' '.join(map(str, sorted(dense)))}: records of {max(lengths)} tokens fit, so that all "
                 "steps with it are dense; a smaller budget shows selection at work"
             )
+        merged = sorted(set(args.budget) - {arm.budget for arm in arms})
+        if merged and any(arm.budget for arm in arms):
+            _log(f"--budget {' '.join(map(str, merged))}: as many whole pages as a larger budget, so not run apart")
         model, tokenizer = load(args.model, device=str(device), dtype=settings["dtype"])
         store.settle({"model_identity": identify(model)})
         window = getattr(model.config.get_text_config(), "max_position_embeddings", None)

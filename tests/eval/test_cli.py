@@ -166,6 +166,8 @@ def test_a_budget_that_covers_the_prompts_is_said(arguments, capsys, monkeypatch
     assert main([*arguments, "--lengths", "500", "600", "--budget", "64", "700", "593"]) == 2
     line = "--budget 593 700: records of 600 tokens fit, so that all steps with it are dense; a smaller budget"
     assert line in capsys.readouterr().err  # 593 is 608 in whole pages
+    assert main([*arguments, "--lengths", "500", "600", "--budget", "585", "592"]) == 2
+    assert "--budget 585: as many whole pages as a larger budget, so not run apart" in capsys.readouterr().err
     assert main([*arguments, "--lengths", "500", "600", "--budget", "592"]) == 2
     assert "are dense" not in capsys.readouterr().err
 
