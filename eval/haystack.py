@@ -16,7 +16,7 @@ _SPLITTING = 2
 # More characters a word on average than that, and the text cannot be one with spaces between its words.
 _LONGEST_WORDS = 100
 # A needle goes between sentences. A sentence of more characters than this may not fill more of a haystack than that.
-_LONG_SENTENCE, _LARGEST_SHARE = 1000, 0.25
+_LONG_SENTENCE, _LARGEST_SHARE = 1000, 1 / 6
 
 
 class Haystack:

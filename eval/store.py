@@ -266,7 +266,7 @@ class RunStore:
         there = [name for name in _FILES if self._path(name).exists()]
         for path in map(self._path, there):
             if not path.is_file():
-                raise ValueError(f"{path} is no file: choose another --output")
+                raise ValueError(f"{path} is not a file: choose another --output")
         if not there:
             return
         path = self._path("config.json")

@@ -137,9 +137,9 @@ class NeedleGenerator:
 
     def _too_short(self, minimum: int, what: str = "") -> ValueError:
         return ValueError(
-            f"{what}{self.task.name} does not fit a length of {self.length} tokens: with the shortest "
-            f"haystack and {self.max_new_tokens} new tokens it takes {minimum}; ask for a length of at least "
-            f"{minimum} and some more, for other records take a few tokens more or less"
+            f"{what}{self.task.name} does not fit a length of {self.length} tokens: with the shortest haystack and "
+            f"{self.max_new_tokens} new tokens it takes {minimum}, an estimate from one record; ask for a length of at "
+            f"least {minimum} and some tokens to spare"
         )
 
     def _tokens(self, text: str) -> int:

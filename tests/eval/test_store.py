@@ -145,7 +145,7 @@ def test_a_directory_in_the_place_of_a_file(tmp_path, name):
     write(tmp_path, [])
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match=rf"{name} is no file"):
+    with pytest.raises(ValueError, match=rf"{name} is not a file"):
         RunStore(tmp_path, SETTINGS, overwrite=True)
 
 
