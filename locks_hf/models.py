@@ -146,7 +146,7 @@ def identify(model: PreTrainedModel) -> str:
         OSError: If the directory can no longer be read.
     """
     source = model.config.name_or_path
-    if Path(source) == cache_dir() / _COPY_NAME:
+    if Path(source) == cache_dir() / _COPY_NAME and _is_intact(Path(source)):
         name, version, sha256 = _WHEEL
         return f"{name} {version} sha256:{sha256[:16]} conversion {_CONVERSION}"
     if not Path(source).is_dir():

@@ -491,6 +491,10 @@ class TestIdentify:
     def test_the_default_model_is_known_by_its_source(self, tiny_default, tiny_dir, monkeypatch):
         copy = models.identify(load()[0])
         assert copy == f"tiny-lm 1.0 sha256:{models._WHEEL[2][:16]} conversion {models._CONVERSION}"
+        changed, _ = load(str(tiny_default))
+        changed.model.norm.weight.data[0] += 1
+        changed.save_pretrained(tiny_default)
+        assert models.identify(changed).startswith("directory sha256:")
         monkeypatch.setattr(models, "HUB_ID", str(tiny_dir))
         monkeypatch.setenv("LOCKS_CACHE_DIR", str(tiny_default.parent / "empty"))
         hide_package(monkeypatch, "gguf")
