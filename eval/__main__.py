@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from .plot import plot_scores
-from .report import make_tables, merge_rows, read_rows
+from .report import check_comparable, make_tables, merge_rows, read_rows, read_settings
 from .ruler import command as ruler
 
 
@@ -52,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "ruler":
             return ruler.run(args, f"python -m locks_hf.eval {shlex.join(argv)}")
-        rows = merge_rows({run: read_rows(run) for run in args.runs})
+        runs = {run: read_rows(run) for run in args.runs}
+        if len(runs) > 1:
+            check_comparable({run: read_settings(run) for run in runs})
+        rows = merge_rows(runs)
         if args.command == "report":
             print(make_tables(rows))
         else:

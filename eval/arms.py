@@ -72,6 +72,8 @@ def make_arms(
 ) -> list[Arm]:
     """All combinations, each once, with the fields that do not matter to a selector left out.
 
+    Of budgets that are the same in whole pages, the largest stands for all.
+
     Returns:
         Arms without repeats, in ``Arm.order``.
 
@@ -83,7 +85,8 @@ def make_arms(
     for selector in selectors:
         if selector not in SELECTORS:
             raise ValueError(f"unknown selector {selector!r}; there are: {', '.join(sorted(SELECTORS))}")
-    for selector, *values in product(selectors, ranks, basis_bits, refits, budgets):
+    distinct = {LocksConfig(budget=budget).whole_budget: budget for budget in sorted(budgets)}.values()
+    for selector, *values in product(selectors, ranks, basis_bits, refits, distinct):
         settings = dict(zip(_ALL, values, strict=True))
         LocksConfig(**settings)
         arms.add(Arm(selector, **{name: settings[name] for name in _MATTERS.get(selector, _ALL)}))

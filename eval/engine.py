@@ -112,10 +112,7 @@ class Engine:
     @torch.inference_mode()
     def prefill(self, texts: Sequence[str]) -> Prefill:
         """Run prompts through the model densely and take the first new token of each."""
-        rows = [
-            self.tokenizer(text, add_special_tokens=self.add_special_tokens, verbose=False)["input_ids"]
-            for text in texts
-        ]
+        rows = [self._ids(text) for text in texts]
         width = max(map(len, rows))
         ids = torch.tensor([[self._pad] * (width - len(row)) + row for row in rows], device=self.model.device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.model.device)
@@ -171,6 +168,13 @@ class Engine:
         room = 0.8 * total - self.model.get_memory_footprint()
         rows = max(1, min(64, int(room / (bytes_per_token * length))))
         return 1 << (rows.bit_length() - 1)
+
+    def _ids(self, text: str) -> list[int]:
+        ids = self.tokenizer(text, add_special_tokens=self.add_special_tokens, verbose=False)["input_ids"]
+        # Some tokenizers end every text with the end-of-sequence token, but these texts are to be continued.
+        while len(ids) > 1 and ids[-1] in self._stop:
+            ids = ids[:-1]
+        return ids
 
     def _text(self, ids: list[int]) -> str:
         end = next((place for place, token in enumerate(ids) if token in self._stop), len(ids))

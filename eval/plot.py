@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from .arms import Arm
 from .report import average_tasks, tasks_of
 from .store import sample_arm
 
@@ -23,7 +24,8 @@ def plot_scores(rows: Sequence[dict], output: Path) -> None:
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed; the message names the command that installs it.
-        ValueError: If the file cannot be written or its ending is no image format.
+        ValueError: If no arm has all the tasks of a length, so that nothing can be drawn, or if the file cannot be
+            written or its ending is no image format.
     """
     try:
         import matplotlib
@@ -37,6 +39,12 @@ def plot_scores(rows: Sequence[dict], output: Path) -> None:
     if not output.suffix or output.is_dir():
         raise ValueError(f"cannot write the plot {output}: give a file whose ending names its format, such as plot.png")
     lengths = sorted({row["length"] for row in rows})
+    lines = {length: _lines([row for row in rows if row["length"] == length]) for length in lengths}
+    if not any(lines.values()):
+        raise ValueError(
+            "there is nothing to plot: at no length has an arm all the tasks that others have; finish the run, or see "
+            "the report"
+        )
     figure, panels = plt.subplots(
         1, len(lengths), figsize=(1 + 4.2 * len(lengths), 4), sharey=True, squeeze=False, layout="constrained"
     )
@@ -44,16 +52,8 @@ def plot_scores(rows: Sequence[dict], output: Path) -> None:
     for panel, length in zip(panels[0], lengths, strict=True):
         here = [row for row in rows if row["length"] == length]
         tasks = tasks_of(here)
-        arms = defaultdict(list)
-        for row in here:
-            arms[sample_arm(row)].append(row)
-        lines = defaultdict(list)
-        for arm in sorted(arms, key=lambda arm: arm.order):
-            average = average_tasks(arms[arm], tasks)
-            if average:
-                lines[replace(arm, budget=None)].append((arm.budget, *average))
         budgets = sorted({row["budget"] for row in here} - {None})
-        for arm, points in sorted(lines.items(), key=lambda line: line[0].order):
+        for arm, points in sorted(lines[length].items(), key=lambda line: line[0].order):
             colour = colours.setdefault(arm.label, f"C{len(colours)}")
             x, y, stderr = zip(*points, strict=True)
             low = [max(0.0, mean - 1.96 * (error or 0.0)) for mean, error in zip(y, stderr, strict=True)]
@@ -81,3 +81,17 @@ def plot_scores(rows: Sequence[dict], output: Path) -> None:
         raise ValueError(f"cannot write the plot {output}: {error}") from error
     finally:
         plt.close(figure)
+
+
+def _lines(rows: Sequence[dict]) -> dict[Arm, list[tuple]]:
+    """Points ``(budget, mean, standard error)`` of each arm of one length; no arm without a point."""
+    tasks = tasks_of(rows)
+    arms = defaultdict(list)
+    for row in rows:
+        arms[sample_arm(row)].append(row)
+    lines = defaultdict(list)
+    for arm in sorted(arms, key=lambda arm: arm.order):
+        average = average_tasks(arms[arm], tasks)
+        if average:
+            lines[replace(arm, budget=None)].append((arm.budget, *average))
+    return lines

@@ -6,12 +6,28 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
+from types import NoneType
 
 from .arms import Arm
 from .ruler import TASKS
-from .store import read_samples, sample_arm
+from .store import ARM_KEYS, SAMPLE_KINDS, read_samples, sample_arm
 
+# Settings that rows in one table have in common.
+_COMPARED = (
+    *("benchmark", "protocol", "model", "model_identity", "dtype", "seed", "max_new_tokens"),
+    *("chat_template", "haystack", "words"),
+)
+_NUMBER = (int, float)
+_ROW_KINDS = {
+    **{name: kinds for name, kinds in SAMPLE_KINDS.items() if name in ("task", "length", *ARM_KEYS)},
+    "n": int,
+    "score": _NUMBER,
+    "stderr": (*_NUMBER, NoneType),
+    "tokens_attended": (*_NUMBER, NoneType),
+    "bytes_read_per_step": (*_NUMBER, NoneType),
+}
 _TASK_ORDER = {name: place for place, name in enumerate(TASKS)}
 
 
@@ -60,21 +76,81 @@ def read_rows(directory: Path) -> list[dict]:
     """Result rows of a run's directory: from its samples, or from ``results.json`` where those were not kept.
 
     Raises:
-        ValueError: If there is neither, or nothing in them.
+        ValueError: If there is neither, nothing in them, or something else; the message names the file.
     """
     results = directory / "results.json"
     if (directory / "samples.jsonl").exists():
         rows = make_rows(read_samples(directory / "samples.jsonl")[0])
     elif results.exists():
-        try:
-            rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{results} is not the results file of a run: {error!r}") from error
+        rows = _read_object(results).get("rows")
+        if not isinstance(rows, list):
+            raise ValueError(f"{results} is not the results file of a run: it has no list of rows")
+        for number, row in enumerate(rows, 1):
+            _check_row(row, f"row {number} of {results}")
     else:
         raise ValueError(f"{directory} holds neither samples.jsonl nor results.json: give the directory of a run")
     if not rows:
         raise ValueError(f"the run in {directory} holds no finished records yet")
     return rows
+
+
+def read_settings(directory: Path) -> dict:
+    """What a run's directory says of its settings, in ``config.json`` or else in ``results.json``.
+
+    Returns:
+        The settings; empty if the files say nothing.
+
+    Raises:
+        ValueError: If a file is not that of a run.
+    """
+    if (directory / "config.json").exists():
+        return _read_object(directory / "config.json")
+    if (directory / "results.json").exists():
+        config = _read_object(directory / "results.json").get("config")
+        return config if isinstance(config, dict) else {}
+    return {}
+
+
+def check_comparable(settings: Mapping[Path, dict]) -> None:
+    """Refuse to show runs together that did not answer the same questions with the same model.
+
+    Tasks, lengths, records, arms and batches may differ. What a run does not say, it cannot differ in.
+
+    Args:
+        settings: Settings of each run's directory.
+
+    Raises:
+        ValueError: If two runs differ in another setting; the message names it and both values.
+    """
+    for (one, there), (other, here) in combinations(settings.items(), 2):
+        # A model has many names (paths), so these count only where nothing better is known.
+        unnamed = {"model"} if "model_identity" in there.keys() & here.keys() else set()
+        for name in _COMPARED:
+            if name in there.keys() & here.keys() - unnamed and there[name] != here[name]:
+                raise ValueError(
+                    f"{one} and {other} cannot be shown together: {name} is {there[name]!r} in the first and "
+                    f"{here[name]!r} in the second"
+                )
+
+
+def _read_object(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a file of a run: it holds no JSON object")
+    return content
+
+
+def _check_row(row: object, where: str) -> None:
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is no object: {row!r:.80}")
+    for name, kinds in _ROW_KINDS.items():
+        if name not in row:
+            raise ValueError(f"{where} has no {name}")
+        if not isinstance(row[name], kinds):
+            raise ValueError(f"{where} has {row[name]!r:.80} for {name}")
 
 
 def merge_rows(runs: Mapping[Path, Sequence[dict]]) -> list[dict]:
@@ -145,7 +221,8 @@ def _table(length: int, budget: int | None, tasks: list[str], arms: dict[Arm, li
     counts = sorted({row["n"] for rows in arms.values() for row in rows})
     records = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     setting = f"length {length}, budget {budget}" if budget else f"length {length}"
-    title = f"RULER, {setting}, {records} records a cell, percent ± stderr"
+    noun = "record" if counts == [1] else "records"
+    title = f"RULER, {setting}, {records} {noun} a cell, percent ± stderr"
     header = ["selector", *(TASKS[task].short if task in TASKS else task for task in tasks), "Avg"]
     lines = [[*header, "tokens/step", "KiB/step"]]
     for arm in sorted(arms, key=lambda arm: arm.order):

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
+from .attention import locks_attention, locks_mask
+from .cache import LocksCache, LocksLayer
 from .config import LocksConfig
 from .kernels import SummaryLayout, combine, score, summarize, top_pages
 from .models import DEFAULT_MODEL, load
@@ -92,11 +92,12 @@ def _recording(model: PreTrainedModel, layers: set[int], n_queries: int) -> Iter
                 value[0].float().clone(),
                 query.shape[-1] ** -0.5 if scaling is None else scaling,
             )
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        # Dense, for these keys are of no LocksCache; and it refuses what Locks does not support.
+        return locks_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
     before = model.config._attn_implementation
     AttentionInterface.register(_RECORDER, attention)
-    AttentionMaskInterface.register(_RECORDER, sdpa_mask)
+    AttentionMaskInterface.register(_RECORDER, locks_mask)
     try:
         model.set_attn_implementation(_RECORDER)
         yield records
@@ -118,10 +119,28 @@ def record(model: PreTrainedModel, input_ids: torch.Tensor, layers: set[int], n_
 
     Returns:
         One :class:`Recorded` a layer.
+
+    Raises:
+        ValueError: If the model is not causal, or its attention is of a kind that Locks does not support.
     """
     with _recording(model, layers, n_queries) as records:
         model(input_ids, use_cache=False, logits_to_keep=1)
+    if records.keys() != layers:
+        raise ValueError(
+            f"{type(model).__name__} does not use Transformers' attention interface in layers "
+            f"{sorted(layers - records.keys())}, so that its attention cannot be recorded"
+        )
     return records
+
+
+def full_attention_layers(model: PreTrainedModel) -> list[int]:
+    """Indices of the layers that Locks selects in: those without a sliding window or chunks.
+
+    Raises:
+        ValueError: If there is none, or a layer is of a kind that Locks does not support.
+    """
+    layers = LocksCache(config=model.config).layers
+    return [index for index, layer in enumerate(layers) if isinstance(layer, LocksLayer)]
 
 
 def _page_lse(method: Method, query: torch.Tensor, keys: torch.Tensor, page_size: int, scaling: float) -> torch.Tensor:
@@ -271,7 +290,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=6144, help="prompt length in tokens (default 6144)")
     parser.add_argument("--budget", type=int, nargs="+", default=[64, 128, 256, 512], help="tokens attended")
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--layer-stride", type=int, default=3, help="look at every n-th layer (default 3)")
+    parser.add_argument(
+        "--layer-stride", type=int, default=3, help="look at every n-th full-attention layer (default 3)"
+    )
     parser.add_argument("--queries", type=int, default=16, help="queries, spread over the last 64 tokens (default 16)")
     parser.add_argument("--device", help="default: cuda if there is one")
     parser.add_argument("--output", type=Path, help="also write the rows to this JSON file")
@@ -301,11 +322,11 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             text = options.text.read_text(encoding="utf-8")
         model, tokenizer = load(options.model, device=options.device, dtype=torch.float32)
-        window = model.config.get_text_config().max_position_embeddings
-        if options.length > window:
+        window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if window is not None and options.length > window:
             raise ValueError(f"--length {options.length} is beyond the model's window of {window} tokens")
         ids = prompt_ids(tokenizer, text, options.length).to(model.device)
-        layers = set(range(0, model.config.get_text_config().num_hidden_layers, options.layer_stride))
+        layers = set(full_attention_layers(model)[:: options.layer_stride])
         print(f"running {options.length} tokens through {options.model}", file=sys.stderr)
         records = record(model, ids, layers, 64)
         rows = selection_quality(

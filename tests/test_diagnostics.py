@@ -9,6 +9,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 
 from locks_hf import diagnostics
 from locks_hf.diagnostics import METHODS, Method, quality_table, record, selection_quality
+from tests.helpers import VOCAB, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,41 @@ def test_a_prompt_with_too_few_pages(records):
         ValueError, match="30 pages before the recorded queries, fewer than the 64 slots of budget 1024"
     ):
         selection_quality(records, [1024], progress=False)
+
+
+def test_layers_with_a_window_are_left_out(monkeypatch, tmp_path, capsys):
+    kinds = ["sliding_attention", "full_attention"] * 3
+    hybrid = tiny_model("gemma3_text", num_hidden_layers=6, sliding_window=16, layer_types=kinds)
+    assert diagnostics.full_attention_layers(hybrid) == [1, 3, 5]
+    seen = []
+
+    def load(*args, **kwargs):
+        return hybrid, lambda text, **kwargs: {"input_ids": torch.tensor([[ord(letter) % VOCAB for letter in text]])}
+
+    def spy(model, ids, layers, n_queries):
+        seen.append(layers)
+        return record(model, ids, layers, n_queries)
+
+    monkeypatch.setattr(diagnostics, "load", load)
+    monkeypatch.setattr(diagnostics, "record", spy)
+    text = tmp_path / "text.txt"
+    text.write_text("Pages of keys and what they hold. " * 20)
+    command = ["--text", str(text), "--length", "300", "--budget", "64"]
+    assert diagnostics.main([*command, "--layer-stride", "2"]) == 0
+    assert seen == [{1, 5}]
+    hybrid = tiny_model("mistral", sliding_window=16)
+    assert diagnostics.main(command) == 2
+    assert "MistralConfig has no full-attention layer" in capsys.readouterr().err
+
+
+def test_what_locks_does_not_support_is_refused():
+    ids = torch.randint(1, VOCAB, (1, 40))
+    with pytest.raises(ValueError, match="is not causal"):
+        record(tiny_model("bert", "eager", intermediate_size=48), ids, {0}, 8)
+    with pytest.raises(ValueError, match="logit soft-capping"):
+        record(tiny_model("gemma2"), ids, {0}, 8)
+    with pytest.raises(ValueError, match=r"BloomForCausalLM does not use .* in layers \[0, 1\]"):
+        record(tiny_model("bloom", "eager"), ids, {0, 1}, 8)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ marked slow take the real one.
 import json
 import os
 import random
+import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -394,6 +396,43 @@ class TestLoad:
         with pytest.raises((ValueError, OSError), match="tokenizer"):
             load(str(tmp_path))
 
+    @pytest.mark.parametrize(
+        ("damage", "message"),
+        [
+            ("truncate", "a weight file of .* is damaged, fetch it again: .*header"),
+            ("shapes", r"not fit its config\.json: .* is \[64, 96\] in the checkpoint and \[64, 80\] by .*\(3 such"),
+            ("layers", r"lacks 9 weights of LlamaForCausalLM, model\.layers\.1\."),
+            ("code", "comes with code of its own, which is not supported"),
+            ("tokenizer code", "comes with code of its own, which is not supported"),
+            ("nesting", "nested too deeply"),
+        ],
+    )
+    def test_checkpoints_that_are_refused(self, tiny_dir, tmp_path, damage, message):
+        folder = tmp_path / "model"
+        shutil.copytree(tiny_dir, folder)
+        config = json.loads((folder / "config.json").read_text())
+        if damage == "truncate":
+            weights = folder / "model.safetensors"
+            weights.write_bytes(weights.read_bytes()[:-1000])
+        elif damage == "nesting":
+            (folder / "config.json").write_text("[" * 100_000)
+        else:
+            config |= {
+                "shapes": {"intermediate_size": 80},
+                "layers": {"num_hidden_layers": 2},
+                "code": {"model_type": "own", "auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}},
+                "tokenizer code": {},
+            }[damage]
+            (folder / "config.json").write_text(json.dumps(config))
+        if damage == "tokenizer code":
+            settings = json.loads((folder / "tokenizer_config.json").read_text())
+            settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.T", None]}}
+            (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        (folder / "own.py").write_text("raise SystemExit('ran code of the model')")
+        with pytest.raises(ValueError, match=message) as caught:
+            load(str(folder))
+        assert "trust_remote_code" not in str(caught.value)
+
     def test_unknown_hub_id(self, monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         with pytest.raises(OSError, match=r"cannot load model 'nobody/nothing'.*'smollm2' needs no Hub. Cause: "):
@@ -418,6 +457,54 @@ class TestLoad:
     def test_unusable_dtype(self, dtype):
         with pytest.raises(ValueError, match="dtype must be float32, bfloat16, float16 or auto, got "):
             load(dtype=dtype)
+
+
+class TestIdentify:
+    def test_a_directory_is_known_by_its_content(self, tiny_dir, tmp_path):
+        one, two = tmp_path / "one", tmp_path / "two"
+        identities = []
+        for folder in (one, two):
+            shutil.copytree(tiny_dir, folder)
+            (folder / "README.md").write_text(str(folder))
+            identities.append(models.identify(load(str(folder))[0]))
+        assert identities[0] == identities[1]
+        assert re.fullmatch("directory sha256:[0-9a-f]{16}", identities[0])
+        model, tokenizer = load(str(two))
+        model.model.norm.weight.data[0] += 1
+        model.save_pretrained(two)
+        identities.append(models.identify(model))
+        tokenizer.add_tokens("to be or")
+        tokenizer.save_pretrained(two)
+        identities.append(models.identify(model))
+        assert len(set(identities)) == 3
+
+    def test_large_files_are_sampled(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(models, "_READ_WHOLE", 99)
+        monkeypatch.setattr(models, "_BLOCKS", 3)
+        monkeypatch.setattr(models, "_BLOCK", 2)
+        path = tmp_path / "weights.bin"
+        path.write_bytes(bytes(range(99)))
+        assert list(models._sampled_blocks(path)) == [bytes(range(99))]
+        path.write_bytes(bytes(range(100)))
+        assert list(models._sampled_blocks(path)) == [bytes([0, 1]), bytes([49, 50]), bytes([98, 99])]
+
+    def test_the_default_model_is_known_by_its_source(self, tiny_default, tiny_dir, monkeypatch):
+        copy = models.identify(load()[0])
+        assert copy == f"tiny-lm 1.0 sha256:{models._WHEEL[2][:16]} conversion {models._CONVERSION}"
+        changed, _ = load(str(tiny_default))
+        changed.model.norm.weight.data[0] += 1
+        changed.save_pretrained(tiny_default)
+        assert models.identify(changed).startswith("directory sha256:")
+        monkeypatch.setattr(models, "HUB_ID", str(tiny_dir))
+        monkeypatch.setenv("LOCKS_CACHE_DIR", str(tiny_default.parent / "empty"))
+        hide_package(monkeypatch, "gguf")
+        with pytest.warns(UserWarning, match="from the Hub"):
+            assert models.identify(load()[0]) != copy
+
+    def test_a_model_of_the_hub_is_known_by_its_commit(self, tiny_dir):
+        model, _ = load(str(tiny_dir))
+        model.config.name_or_path, model.config._commit_hash = "owner/name", "0123abc"
+        assert models.identify(model) == "owner/name commit 0123abc"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from locks_hf.config import LocksConfig
-from locks_hf.models import load
+from locks_hf.models import identify, load
 
 from ..arms import Arm, make_arms
 from ..engine import Engine
@@ -153,7 +153,11 @@ def run(args: argparse.Namespace, command: str) -> int:
                 f"--budget {' '.join(map(str, sorted(dense)))}: records of {max(lengths)} tokens fit, so that all "
                 "steps with it are dense; a smaller budget shows selection at work"
             )
+        merged = sorted(set(args.budget) - {arm.budget for arm in arms})
+        if merged and any(arm.budget for arm in arms):
+            _log(f"--budget {' '.join(map(str, merged))}: as many whole pages as a larger budget, so not run apart")
         model, tokenizer = load(args.model, device=str(device), dtype=settings["dtype"])
+        store.settle({"model_identity": identify(model)})
         window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if window is not None and max(lengths) > window:
             raise ValueError(f"--lengths {max(lengths)} is beyond the window of {args.model}: {window} tokens")
@@ -167,7 +171,7 @@ def run(args: argparse.Namespace, command: str) -> int:
         engine = Engine(
             model, tokenizer, max_new_tokens=args.max_new_tokens, add_special_tokens=args.chat_template == "none"
         )
-        store.begin(sweep)
+        store.begin(sweep, describe(device, command))
         if store.cut_bytes:
             _log("the samples file ended inside a line; that sample is made again")
         try:
@@ -177,7 +181,7 @@ def run(args: argparse.Namespace, command: str) -> int:
             _log(f"interrupted: {len(store.samples)} samples are kept; the same command goes on from there")
             return 130
         rows = make_rows(store.samples)
-        results = store.write_results(rows, describe(device, command))
+        results = store.write_results(rows)
     print(make_tables(rows))
     _log(f"results: {results}")
     if failed:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
+
+from transformers.utils import chat_template_utils
 
 from ..haystack import Haystack
 from .tasks import NEEDLE, NOISE_LINE, NeedleTask
 from .words import random_item
 
 CHAT_TEMPLATES = ("none", "chat")
-# Llama 3.1's template prints a date; every run has to print the same one.
-CHAT_DATE = "26 Jul 2024"
+# Some templates print a date; every run has to print the same one.
+CHAT_DATE = datetime(2024, 7, 26)
 
 _DEPTHS = tuple(round(100 * i / 39) for i in range(40))
 
@@ -55,8 +60,8 @@ class NeedleGenerator:
 
     Raises:
         ValueError: If not even the smallest haystack fits; the message names the task, the length and the
-            smallest length that would do. If ``chat_template`` is unknown, or ``"chat"`` with a tokenizer
-            that has none.
+            least length, estimated from one sample. If the haystack has too few sentences. If ``chat_template``
+            is unknown, or ``"chat"`` with a tokenizer that has none, or one that raises.
     """
 
     def __init__(
@@ -86,6 +91,8 @@ class NeedleGenerator:
         self.fewest = task.needles if self.kind == "noise" else 1
         self.step = 500 if self.kind == "essay" else 25 if length >= 4096 else 5
         self.units = self._size()
+        if self.kind == "essay":
+            haystack.check_spread(self.units)
 
     def record(self, index: int) -> Record:
         """Record ``index`` (0, 1, ...).
@@ -130,9 +137,9 @@ class NeedleGenerator:
 
     def _too_short(self, minimum: int, what: str = "") -> ValueError:
         return ValueError(
-            f"{what}{self.task.name} does not fit a length of {self.length} tokens: with the shortest "
-            f"haystack and {self.max_new_tokens} new tokens it takes {minimum}; ask for a length of at least "
-            f"{minimum}"
+            f"{what}{self.task.name} does not fit a length of {self.length} tokens: with the shortest haystack and "
+            f"{self.max_new_tokens} new tokens it takes {minimum}, an estimate from one record; ask for a length of at "
+            f"least {minimum} and some tokens to spare"
         )
 
     def _tokens(self, text: str) -> int:
@@ -184,7 +191,33 @@ class NeedleGenerator:
         if self.chat_template == "none":
             return text + prefix
         messages = [{"role": "user", "content": text}]
-        header = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, date_string=CHAT_DATE
-        )
+        date = CHAT_DATE.strftime("%d %b %Y")
+        try:
+            with _clock_stopped():
+                header = self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, date_string=date
+                )
+        except Exception as error:  # a template is a program and may raise anything
+            raise ValueError(
+                f"the tokenizer's chat template does not take a single user message ({error}); use --chat-template none"
+            ) from error
         return header + prefix
+
+
+class _StoppedClock:
+    """Stands in for ``datetime`` where templates ask for the time."""
+
+    @staticmethod
+    def now() -> datetime:
+        return CHAT_DATE
+
+
+@contextmanager
+def _clock_stopped() -> Iterator[None]:
+    """Have ``strftime_now`` of chat templates give ``CHAT_DATE``; a function of ours cannot be handed to them."""
+    clock = chat_template_utils.datetime
+    chat_template_utils.datetime = _StoppedClock
+    try:
+        yield
+    finally:
+        chat_template_utils.datetime = clock

@@ -17,6 +17,11 @@ def test_settings_that_do_not_matter_collapse():
     ]
 
 
+def test_budgets_of_the_same_pages_are_one_arm():
+    for budgets in ([70, 80, 81], [81, 80, 70]):
+        assert [arm.budget for arm in make_arms(["quest"], budgets, [8], [4], [True])] == [80, 81]
+
+
 def test_locks_sweeps_everything():
     arms = make_arms(["locks", "locks"], [64, 64], [8, 4], [4, 16], [True, False])
     assert len(arms) == len(set(arms)) == 8

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from transformers import LlamaForCausalLM
 
 from locks_hf.eval.__main__ import main, restart_with_patient_threads
 from locks_hf.eval.ruler import TASKS, command
@@ -100,6 +102,24 @@ def test_other_settings_need_overwrite(arguments, tmp_path, capsys):
     assert len(read_samples(tmp_path / "run" / "samples.jsonl")[0]) == 2 * 2 * 2
 
 
+def test_another_model_at_the_same_path(arguments, tiny_model, tmp_path, capsys):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    arguments = [*arguments, "--model", str(folder)]
+    assert main(arguments) == 0
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["model_identity"].startswith("directory sha256:")
+    model = LlamaForCausalLM.from_pretrained(folder)
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] += 1
+    model.save_pretrained(folder)
+    assert main([*arguments, "--limit", "3"]) == 2
+    assert f"model_identity is '{config['model_identity']}' there and 'directory sha256:" in capsys.readouterr().err
+    del config["model_identity"]  # as a run from before the field existed
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    assert main(arguments) == 0
+    assert main([*arguments, "--overwrite"]) == 0
+
+
 def test_a_failed_start_keeps_what_is_to_be_overwritten(arguments, tmp_path, capsys):
     assert main(arguments) == 0
     assert main([*arguments, "--lengths", "2000", "--overwrite"]) == 2
@@ -146,6 +166,8 @@ def test_a_budget_that_covers_the_prompts_is_said(arguments, capsys, monkeypatch
     assert main([*arguments, "--lengths", "500", "600", "--budget", "64", "700", "593"]) == 2
     line = "--budget 593 700: records of 600 tokens fit, so that all steps with it are dense; a smaller budget"
     assert line in capsys.readouterr().err  # 593 is 608 in whole pages
+    assert main([*arguments, "--lengths", "500", "600", "--budget", "585", "592"]) == 2
+    assert "--budget 585: as many whole pages as a larger budget, so not run apart" in capsys.readouterr().err
     assert main([*arguments, "--lengths", "500", "600", "--budget", "592"]) == 2
     assert "are dense" not in capsys.readouterr().err
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from locks_hf import LocksCache
@@ -144,6 +145,17 @@ def test_special_tokens_are_added_once(tiny_model):
     for flag in (True, False):
         Engine(model, Recorder(), max_new_tokens=2, add_special_tokens=flag).prefill(["the old mill"])
     assert seen == [True, False]
+
+
+def test_prompts_do_not_end_in_the_end_of_sequence(tiny_model):
+    model, tokenizer = load(str(tiny_model), device="cpu", dtype="float32")
+    plain = tokenizer("the old mill")["input_ids"]
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
+    )
+    assert tokenizer("the old mill")["input_ids"] == [tokenizer.bos_token_id, *plain, tokenizer.eos_token_id]
+    prefill = Engine(model, tokenizer, max_new_tokens=2).prefill(["the old mill"])
+    assert prefill.ids[0, :-1].tolist() == [tokenizer.bos_token_id, *plain]
 
 
 def test_batch_size_on_a_cpu(engine):

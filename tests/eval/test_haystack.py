@@ -45,6 +45,33 @@ def test_identity_follows_the_content(tmp_path):
     assert one.startswith("text.txt sha256:")
 
 
+def test_text_beyond_ascii_names_the_splitting(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("Ein Satz. Noch einer.", encoding="utf-8")
+    assert "sentences:" not in Haystack(str(path)).identity
+    path.write_text("Ein Satz. Übrigens noch einer.", encoding="utf-8")
+    assert Haystack(str(path)).identity.endswith(" sentences:2")
+
+
+def test_text_without_spaces(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("春の夜の夢は短い。" * 200, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"no spaces between its words \(1 between spaces, of 1800 characters"):
+        Haystack(str(path))
+
+
+def test_text_without_sentences(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the fox sleeps. it is late! " * 300)
+    haystack = Haystack(str(path))
+    haystack.check_spread(30)
+    with pytest.raises(ValueError, match=r"too few sentences .*: 1 in the first 900 words, the longest with 100% of"):
+        haystack.check_spread(900)
+    path.write_text("The fox sleeps. It is late! " * 10 + "so it goes on and on " * 200)
+    with pytest.raises(ValueError, match=r"too few sentences .*: 20 in the first 900 words, the longest with 9\d% of"):
+        Haystack(str(path)).check_spread(900)
+
+
 @pytest.mark.slow
 def test_the_real_essays():
     words = Haystack("essays").words

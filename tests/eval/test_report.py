@@ -144,10 +144,31 @@ def test_nothing_to_show(tmp_path, capsys, command):
     assert "holds neither samples.jsonl nor results.json" in capsys.readouterr().err
     (tmp_path / "results.json").write_text("[]")
     assert main([command, str(tmp_path)]) == 2
-    assert "is not the results file" in capsys.readouterr().err
+    assert "is not a file of a run: it holds no JSON object" in capsys.readouterr().err
     (tmp_path / "samples.jsonl").write_text("")
     assert main([command, str(tmp_path)]) == 2
     assert "no finished records" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["report", "plot"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "results.json is not JSON"),
+        ("[" * 100_000, "results.json is not JSON"),
+        ('{"rows": {}}', "results.json is not the results file of a run: it has no list of rows"),
+        ('{"rows": [1]}', "results.json is no object: 1"),
+        ('{"rows": [{"task": "x"}]}', "results.json has no length"),
+        (json.dumps({"rows": [make_rows(samples())[0], {**make_rows(samples())[0], "score": "x"}]}), "'x' for score"),
+    ],
+)
+def test_results_that_are_not_those_of_a_run(tmp_path, capsys, command, content, message):
+    (tmp_path / "results.json").write_text(content)
+    assert main([command, str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert message in err
 
 
 @pytest.mark.parametrize("name", [None, "scores.svg"])
@@ -176,6 +197,17 @@ def test_plot_draws_lines_bands_and_the_dense_score(tmp_path, monkeypatch):
     assert [tick.get_text() for tick in panels[0].get_xticklabels()] == ["64", "128"]
 
 
+def test_nothing_to_plot(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    rows = make_rows(
+        samples([Arm("full")], [512], {"niah_single_1": [1.0]}) + samples(LOCKS[:1], [512], {"niah_multivalue": [1.0]})
+    )
+    (tmp_path / "results.json").write_text(json.dumps({"rows": rows}))
+    assert main(["plot", str(tmp_path)]) == 2
+    assert "there is nothing to plot" in capsys.readouterr().err
+    assert not (tmp_path / "plot.png").exists()
+
+
 def test_plot_without_matplotlib(run, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plot", str(run)]) == 2
@@ -200,3 +232,40 @@ def test_several_runs_in_one_table(run, tmp_path, capsys):
     (other / "results.json").write_text(json.dumps({"rows": rows}))
     assert main(["report", str(run), str(other)]) == 2
     assert "show them one at a time" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_identity": "two"}, "model_identity is 'one' in the first and 'two' in the second"),
+        ({"dtype": "float32"}, "dtype is 'bfloat16' in the first and 'float32' in the second"),
+        ({"seed": 7}, "seed is 42 in the first and 7 in the second"),
+        ({"haystack": "noise"}, "haystack is 'essays' in the first"),
+        ({"chat_template": "chat"}, "chat_template is 'none' in the first"),
+        ({"model": "/elsewhere/tiny"}, None),  # another path to the same weights
+        ({"model": "other", "model_identity": None}, "model is 'tiny' in the first and 'other' in the second"),
+        ({"model_identity": None}, None),
+        ({"batch_size": 8, "limit": 3, "lengths": [9512], "tasks": ["niah_single_1"], "arms": []}, None),
+    ],
+)
+@pytest.mark.parametrize("kept", ["config.json", "results.json"])
+def test_runs_of_other_settings_are_not_shown_together(tmp_path, capsys, kept, changes, message):
+    config = {"model": "tiny", "model_identity": "one", "dtype": "bfloat16", "seed": 42, "haystack": "essays"}
+    config |= {"chat_template": "none", "batch_size": 1, "limit": 4, "lengths": [512], "tasks": list(SCORES)}
+    here = {name: value for name, value in {**config, **changes}.items() if value is not None}
+    for name, settings, length in (("a", config, 512), ("b", here, 9512)):
+        folder = tmp_path / name
+        folder.mkdir()
+        in_config = kept == "config.json"
+        rows = make_rows(samples(lengths=[length]))
+        (folder / "results.json").write_text(json.dumps({"config": 0 if in_config else settings, "rows": rows}))
+        if in_config:
+            (folder / "config.json").write_text(json.dumps(settings))
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "b")]) == (2 if message else 0)
+    if message:
+        assert f"cannot be shown together: {message}" in capsys.readouterr().err
+
+
+def test_one_record_a_cell():
+    assert "4 records a cell" in make_tables(make_rows(samples(lengths=[512])))
+    assert "1 record a cell" in make_tables(make_rows(samples(lengths=[512], scores={"niah_single_1": [0.0]})))

@@ -170,6 +170,27 @@ def test_chat_template_has_to_exist(haystack, words, monkeypatch):
         make("niah_single_1", 600, words, haystack, chat_template="llama")
 
 
+@pytest.mark.parametrize("date", ["date_string", "strftime_now('%d %b %Y')"])
+def test_chat_templates_print_the_same_date(haystack, words, monkeypatch, date):
+    monkeypatch.setattr(words, "chat_template", f"Today is {{{{ {date} }}}}. {{{{ messages[0].content }}}}\n")
+    record = make("niah_single_1", 600, words, haystack, chat_template="chat").record(0)
+    assert record.text.startswith("Today is 26 Jul 2024. A special magic number")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in %}", "Expected an expression"),
+        ("{{ raise_exception('give a system message') }}", "give a system message"),
+        ("{{ messages + 1 }}", "can only concatenate list"),
+    ],
+)
+def test_chat_templates_that_fail(haystack, words, monkeypatch, template, message):
+    monkeypatch.setattr(words, "chat_template", template)
+    with pytest.raises(ValueError, match=rf"chat template does not take .*{message}.*use --chat-template none"):
+        make("niah_single_1", 600, words, haystack, chat_template="chat")
+
+
 def test_layout_equals_that_of_an_upstream_file(test_data):
     path = test_data / "ruler" / "golden_niah_multikey_3_4096_first10.jsonl"
     if not path.exists():
@@ -225,6 +246,46 @@ def test_sentences():
         "Really",
     ]
     assert split_sentences("") == []
+
+
+@pytest.mark.parametrize(
+    "sentences",
+    [
+        ["Всё смешалось в доме Облонских.", "«Жена узнала!»", "А. П. Чехов молчал.", "Ёлка стоит."],
+        ["Écoute la pluie.", "Être ou ne pas être ?", "Ça va."],
+        ["من أين جئت؟", "جئت من البيت.", "حسنا۔"],
+        ["वह घर गया।", "क्या हुआ?", "सब ठीक है॥", "अच्छा।"],
+        ["今日 は 雨 です。", "「本当 です か？」", "はい！", "終わり"],
+        ["დილა მშვიდობისა.", "როგორ ხარ?", "კარგად."],
+    ],
+    ids=["Russian", "French", "Arabic", "Hindi", "Japanese", "Georgian"],
+)
+def test_sentences_of_other_scripts(sentences):
+    assert split_sentences(" ".join(sentences)) == sentences
+
+
+def test_no_sentence_begins_with_a_small_letter():
+    for text in ("He left. and then", "Он ушёл. и всё", "Il part. éteins"):
+        assert split_sentences(text) == [text]
+
+
+def test_depth_is_spread_in_other_scripts(words, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("Всё смешалось в доме. Жена узнала! А муж молчал? «Ах» и «ох». " * 40, encoding="utf-8")
+    generator = make("niah_single_2", 1500, words, Haystack(str(path)))
+    depths = []
+    for record in map(generator.record, range(40)):
+        depths.append(record.text.index(record.references[0]) / len(record.text))
+    quarters = [sum(low <= depth < low + 0.25 for depth in depths) for low in (0, 0.25, 0.5, 0.75)]
+    assert min(quarters) >= 4, quarters
+
+
+def test_text_without_sentences_is_refused(words, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the fox sleeps. it is late! " * 300)
+    with pytest.raises(ValueError, match="too few sentences for needles to be spread"):
+        make("niah_single_2", 1500, words, Haystack(str(path)))
+    assert fits(words, make("niah_single_1", 1500, words, Haystack(str(path))).record(0))
 
 
 def test_sentences_give_the_text_back(haystack):

@@ -47,7 +47,7 @@ def make_record(task, index):
 
 def run(folder, engine, *, limit=5, batch_size=4, arms=ARMS, tasks=TASKS):
     with RunStore(folder, {"benchmark": "ruler", "seed": 0}) as store, tqdm(disable=True) as progress:
-        store.begin({})
+        store.begin({}, {})
         return run_length(512, make_batches(tasks, limit, batch_size), arms, make_record, engine, store, progress)
 
 
