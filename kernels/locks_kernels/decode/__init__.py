@@ -106,7 +106,17 @@ def decode_step(
 
 @torch.library.custom_op(
     "locks_hf::decode_step",
-    mutates_args=("keys", "values", "basis", "coefficients", "centroid", "token_scales", "scales", "counts", "arrivals"),
+    mutates_args=(
+        "keys",
+        "values",
+        "basis",
+        "coefficients",
+        "centroid",
+        "token_scales",
+        "scales",
+        "counts",
+        "arrivals",
+    ),
 )
 def _decode_step(
     query: torch.Tensor,
@@ -138,7 +148,22 @@ def _decode_step(
         "token_scales": token_scales,
         "scales": scales,
     }
-    arguments = (query, key, value, real, keys, values, summaries, counts, arrivals, layout, refit, rule, slots, scaling)
+    arguments = (
+        query,
+        key,
+        value,
+        real,
+        keys,
+        values,
+        summaries,
+        counts,
+        arrivals,
+        layout,
+        refit,
+        rule,
+        slots,
+        scaling,
+    )
     if use_triton(query.device):
         from .triton import decode_step_triton
 

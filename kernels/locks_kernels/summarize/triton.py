@@ -15,6 +15,7 @@ import triton.language as tl
 from ..layout import SummaryLayout
 from .reference import RANK_TOLERANCE, REFIT_RIDGE
 
+
 @triton.jit
 def _round(x):
     """Round half to even, like torch: adding 1.5 * 2**23 drops the fraction of a float32 below 2**22."""
