@@ -294,6 +294,10 @@ class LocksLayer(CacheLayerMixin):
         self.discard_staged()
         return key, value
 
+    def count_replayed_step(self) -> None:
+        """Count a step that ran without the host, as :meth:`take_step` does others."""
+        self._positions += 1
+
     def make_room(self, tokens: int) -> None:
         """Grow, if it has to be, for so many more tokens a row; asks the device only when room may be short.
 
@@ -721,6 +725,34 @@ class LocksCache(Cache):
         others = (layer for layer in self.layers if not isinstance(layer, LocksLayer))
         steps = isinstance(self.selector, LocksSelector) and not self._drafting
         return steps and all(layer.is_compileable for layer in others)
+
+    @property
+    def steps_on_device(self) -> bool:
+        """Whether a forward pass over single tokens is a decode step that the host takes no part in."""
+        return self.is_compileable and bool(self.locks_layers) and all(x.steps_on_device for x in self.locks_layers)
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where decode steps read and write; recorded steps are good for these only."""
+        return tuple(
+            array.data_ptr()
+            for layer in self.locks_layers
+            for array in (layer.key_buffer, layer.value_buffer, layer.counts, layer.arrivals, *layer.summaries.values())
+        )
+
+    def begin_step(self) -> bool:
+        """Do what the host does in a decode step that is replayed; ``False`` if the buffers had to move for it.
+
+        Raises:
+            ValueError: If the step does not fit ``max_cache_len``.
+        """
+        before = self.addresses()
+        for layer in self.locks_layers:
+            layer.make_room(1)
+        if self.addresses() != before:
+            return False
+        for layer in self.locks_layers:
+            layer.count_replayed_step()
+        return True
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As in :class:`transformers.Cache`. Asked before each forward pass, it is where room for a step is made.

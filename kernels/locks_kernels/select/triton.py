@@ -344,7 +344,7 @@ def _select_kernel(
     chosen = (page < n_total) & ((page == 0) | (page == last))
     if wanted > forced:
         key = tl.where((page < n_pages) & (page != 0) & (page != last), _ordered(value), 0)
-        best, low = _choose(key, wanted - forced, tl.full((), 1, dtype=tl.uint32), S)
+        best, _ = _choose(key, wanted - forced, tl.full((), 1, dtype=tl.uint32), S)
         chosen = chosen | best
     p_pages = pages_ptr + row_head * slots
     tl.store(p_pages + _rank(chosen, S), page, mask=chosen)
