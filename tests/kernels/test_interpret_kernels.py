@@ -182,6 +182,49 @@ def test_score_survives_extreme_queries(rng):
     torch.testing.assert_close(got, reference, rtol=1e-4, atol=1e-2)
 
 
+@pytest.mark.parametrize("refit", [True, False], ids=["refit", "project"])
+def test_pages_at_the_ends_of_fp16_stay_finite(rng, refit):
+    layout, largest, smallest = SummaryLayout(64, 4), 65504.0, 2.0**-24
+    keys = torch.randn(7, 16, 64, generator=rng)
+    keys[0] = keys[0].sign() * largest
+    keys[1] = largest
+    keys[2, 5, 7] = 6e4
+    keys[3] = keys[3].sign() * smallest
+    keys[4] = 0
+    keys[5, 1:] = -largest
+    keys = keys.half().to(DEVICE)
+    summaries = summarize(keys, layout, refit)
+    assert all(array.float().isfinite().all() for array in summaries.values())
+    summaries = {name: array[None, None] for name, array in summaries.items()}
+    query, counts = randn(rng, 1, 4, 64, dtype=torch.float16), torch.tensor([7], dtype=torch.int32, device=DEVICE)
+    lse = score(query, summaries, counts, 7, layout, 0.125)
+    assert lse.isfinite().all()
+    # Terms of this size cancel in some scores.
+    term = query.float().abs().sum(dim=-1).max().item() * largest * 0.125
+    reference = score_reference(query, summaries, counts, 7, layout, 0.125)
+    torch.testing.assert_close(lse, reference, rtol=1e-4, atol=1e-6 * term)
+    assert combine(lse, counts).isfinite().all()
+
+
+@pytest.mark.parametrize(("rank", "group", "slots"), [(8, 4, 16), (4, 3, 5), (2, 8, 9)])
+def test_kernels_and_references_choose_the_same_pages(rng, rank, group, slots):
+    layout, batch, heads, capacity = SummaryLayout(64, rank), 2, 2, 40
+    summaries = random_summaries(rng, layout, batch, heads, capacity)
+    query = randn(rng, batch, heads * group, 64) * 2
+    lengths = torch.tensor([40 * 16, 27 * 16 + 3], dtype=torch.int32, device=DEVICE)
+    counts = lengths // 16
+    value = combine(score(query, summaries, counts, capacity, layout, 0.125), counts)
+    reference = combine_reference(score_reference(query, summaries, counts, capacity, layout, 0.125), counts, "share")
+    torch.testing.assert_close(value, reference, rtol=1e-4, atol=1e-7)
+    chosen, expected = top_pages(value, lengths, 16, slots), top_pages_reference(reference, lengths, 16, slots)
+    # Pages may change places where their values agree to the accuracy of float32.
+    differing = (chosen != expected).nonzero().tolist()
+    for row, head, slot in differing:
+        pair = reference[row, head, [chosen[row, head, slot], expected[row, head, slot]]]
+        torch.testing.assert_close(pair[0], pair[1], rtol=1e-4, atol=1e-7)
+    assert len(differing) <= 2
+
+
 @pytest.mark.parametrize("rule", ["share", "max", "mass"])
 @pytest.mark.parametrize("max_pages", [1, 2, 63, 1000, 1025])
 def test_combine(rng, rule, max_pages):
