@@ -6,6 +6,8 @@ KV head share each load.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -13,9 +15,36 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..backend import interpreting
 
-# Enough programs to fill any current GPU; a split below four pages is not worth its combination.
-_TARGET_PROGRAMS = 512
-_MIN_PAGES_PER_SPLIT = 4
+
+@dataclass(frozen=True)
+class AttendSettings:
+    """How the slots of a row are dealt to programs.
+
+    Attributes:
+        block_tokens: Tokens attended at a time.
+        slots_per_split: Slots of a program.
+        warps: Warps a program.
+    """
+
+    block_tokens: int
+    slots_per_split: int
+    warps: int = 4
+
+
+def attend_settings(head_dim: int, page_size: int, rows: int, slots: int) -> AttendSettings:
+    """Settings for a shape.
+
+    Args:
+        head_dim: Channels of a key.
+        page_size: Tokens a page.
+        rows: Batch rows times KV heads.
+        slots: Pages to attend.
+    """
+    block_tokens = 64 if head_dim <= 128 else 32
+    pages_per_block = max(1, block_tokens // page_size)
+    # 512 programs fill any current GPU, and a split below four pages is not worth its combination.
+    splits = min(triton.cdiv(512, rows), triton.cdiv(slots, 4))
+    return AttendSettings(block_tokens, triton.cdiv(triton.cdiv(slots, splits), pages_per_block) * pages_per_block)
 
 
 @triton.jit
@@ -180,6 +209,7 @@ def attend_splits(
     page_size: int,
     scaling: float,
     launch: dict[str, bool] | None = None,
+    settings: AttendSettings | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend the slots of each split.
 
@@ -192,6 +222,7 @@ def attend_splits(
         page_size: Likewise.
         scaling: Likewise.
         launch: Launch options, in a decode step.
+        settings: By default those of :func:`attend_settings`.
 
     Returns:
         Outputs of the splits, float32 ``(B * H, splits, G, d)``, and the log-sum-exp of their logits.
@@ -203,11 +234,9 @@ def attend_splits(
         query = query.contiguous()
     pages = pages.contiguous()
     group, slots = query.shape[1] // n_kv_heads, pages.shape[-1]
-    block_tokens = 64 if head_dim <= 128 else 32
-    pages_per_block = max(1, block_tokens // page_size)
-    splits = min(triton.cdiv(_TARGET_PROGRAMS, batch * n_kv_heads), triton.cdiv(slots, _MIN_PAGES_PER_SPLIT))
-    slots_per_split = triton.cdiv(triton.cdiv(slots, splits), pages_per_block) * pages_per_block
-    n_splits = triton.cdiv(slots, slots_per_split)
+    if settings is None:
+        settings = attend_settings(head_dim, page_size, batch * n_kv_heads, slots)
+    n_splits = triton.cdiv(slots, settings.slots_per_split)
 
     device = query.device
     partial_out = torch.empty((batch * n_kv_heads, n_splits, group, head_dim), dtype=torch.float32, device=device)
@@ -223,7 +252,7 @@ def attend_splits(
         partial_lse,
         scaling,
         slots,
-        slots_per_split,
+        settings.slots_per_split,
         n_splits,
         keys.shape[2],
         query.stride(0),
@@ -237,11 +266,11 @@ def attend_splits(
         D=head_dim,
         BLOCK_D=block_d,
         P=page_size,
-        BLOCK_N=block_tokens,
+        BLOCK_N=settings.block_tokens,
         UPCAST=interpreting() and query.dtype == torch.bfloat16,  # the interpreter cannot multiply bf16 matrices
         **(launch or {"PDL": False}),
-        num_warps=4,
-        num_stages=1 if slots_per_split <= pages_per_block else 3,
+        num_warps=settings.warps,
+        num_stages=1 if settings.slots_per_split * page_size <= settings.block_tokens else 3,
     )
     return partial_out, partial_lse
 
