@@ -32,8 +32,12 @@ from .shapes import Shape
 _LOCKS = re.compile(r"locks-r(\d+)i(\d+)")
 HELD = (*DENSE, "quest", "none")
 USER = ("dynamic", "static")
-GPU_DEFAULT = ("none", "cudnn", "flash", "fa3", "flashinfer", "quest", "locks-r4i4", "locks-r8i4")
-CPU_DEFAULT = ("none", "math", "quest", "locks-r4i4", "locks-r8i4")
+#: Names that stand for several arms, of which those are measured that are there: on a GPU, and for trials on the CPU.
+GPU_GROUPS = {
+    "dense": ("cudnn", "flash", "fa3", "flashinfer"),
+    "default": ("none", "cudnn", "flash", "fa3", "flashinfer", "quest", "locks-r4i4", "locks-r8i4"),
+}
+CPU_GROUPS = {"dense": ("math",), "default": ("none", "math", "quest", "locks-r4i4", "locks-r8i4")}
 
 
 @dataclass(frozen=True)
@@ -67,14 +71,15 @@ class Arm:
 
 
 def parse_arms(names: list[str], device: torch.device) -> list[Arm]:
-    """Arms by their names, each once; ``default`` stands for the usual ones.
+    """Arms by their names, each once; ``default`` and ``dense`` stand for several.
 
     Raises:
         ValueError: If a name is unknown, or a rank or number of bits is out of range.
     """
     arms: dict[str, Arm] = {}
+    groups = GPU_GROUPS if device.type == "cuda" else CPU_GROUPS
     for name in names:
-        for one in (GPU_DEFAULT if device.type == "cuda" else CPU_DEFAULT) if name == "default" else (name,):
+        for one in groups.get(name, (name,)):
             arms[one] = parse_arm(one)
     return list(arms.values())
 
@@ -288,7 +293,9 @@ def _held_session(stack: ExitStack, bench: Bench, arm: Arm, context: int, batch:
     facts = {"attends": f"{context} tokens, fixed"}
     if backend.note:
         facts["note"] = backend.note
-    return _captured(bench, step, lambda steps: step.rewind(), facts)
+    session = _captured(bench, step, lambda steps: step.rewind(), facts)
+    step.rewind()
+    return session
 
 
 def _locks_session(stack: ExitStack, bench: Bench, arm: Arm, context: int, batch: int, shared: HeldContext) -> Session:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from itertools import product
 
-from .arms import Arm, Bench, HeldContext, needs, open_session, parse_arms
+from .arms import GPU_GROUPS, Arm, Bench, HeldContext, needs, open_session, parse_arms
 from .harness import Protocol, many_arms, measure
 from .run import Run, add_options, open_run, plan_memory, positive, progress, protocol_of, tokens
 from .tables import decode_table
@@ -24,8 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["default"],
         metavar="ARM",
-        help="default (none, the dense backends that are installed, quest, locks-r4i4, locks-r8i4), cudnn, flash, fa3, "
-        "flashinfer, math, none, quest, locks-r<rank>i<bits>, dynamic and static (what Transformers does by itself)",
+        help="dense (the dense backends that are installed: cudnn, flash, fa3, flashinfer), default (those and none, "
+        "quest, locks-r4i4, locks-r8i4), each of these by name, math, locks-r<rank>i<bits>, dynamic and static (what "
+        "Transformers does by itself)",
     )
 
 
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace, command: str) -> str:
 def _measure(this: Run, protocol: Protocol) -> None:
     args = this.args
     arms = sorted(parse_arms(args.arms, this.device), key=lambda arm: _ORDER[arm.kind])
-    named = [name for name in args.arms if name != "default"]
+    named = [name for name in args.arms if name not in GPU_GROUPS]
     absent = this.refuse_absent(arms, named)
     cells, places = [], []
     for batch, context in product(args.batch, args.contexts):

@@ -151,8 +151,9 @@ class Step:
         self.logits = self._function(self._model, self.token, self.position, self._arguments)
 
     def rewind(self) -> None:
-        """Back to the first position."""
+        """Back to the first position and token."""
         self.position.fill_(self._start)
+        self.token.zero_()
 
 
 class Session:

@@ -13,15 +13,26 @@ import time
 
 import torch
 
-from .arms import Arm, Bench, HeldContext, attending, make_backend, mark_growing, needs, on, parse_arms, registered
+from .arms import (
+    GPU_GROUPS,
+    Arm,
+    Bench,
+    HeldContext,
+    attending,
+    make_backend,
+    mark_growing,
+    needs,
+    on,
+    parse_arms,
+    registered,
+)
 from .backends import Held
 from .clock import WARM_UP
 from .harness import Protocol, Step, many_arms
 from .run import Run, add_options, open_run, plan_memory, positive, progress, tokens
 from .tables import longgen_table
 
-DEFAULT = ("cudnn", "flash", "fa3", "flashinfer", "quest", "locks-r4i4")
-CPU_DEFAULT = ("math", "quest", "locks-r4i4")
+DEFAULT = ("dense", "quest", "locks-r4i4")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new", type=tokens, default=128 << 10, metavar="TOKENS")
     parser.add_argument("--every", type=positive, default=10, metavar="TOKENS", help="tokens an interval averages over")
     parser.add_argument("--bucket", type=tokens, default=4096, metavar="TOKENS", help="tokens a dense length stays for")
-    parser.add_argument("--arms", nargs="+", metavar="ARM", help=f"default: {' '.join(DEFAULT)}, where installed")
+    parser.add_argument("--arms", nargs="+", default=list(DEFAULT), metavar="ARM", help="default: %(default)s")
 
 
 def run(args: argparse.Namespace, command: str) -> str:
@@ -58,12 +69,11 @@ def run(args: argparse.Namespace, command: str) -> str:
 
 def _measure(this: Run) -> None:
     args = this.args
-    default = DEFAULT if this.device.type == "cuda" else CPU_DEFAULT
-    arms = parse_arms(args.arms or list(default), this.device)
+    arms = parse_arms(args.arms, this.device)
     for arm in arms:
         if arm.kind == "user":
             raise ValueError(f"longgen runs through the graph, which {arm.name} does not: use decode or generate")
-    absent = this.refuse_absent(arms, args.arms or [])
+    absent = this.refuse_absent(arms, [name for name in args.arms if name not in GPU_GROUPS])
     total = args.prompt + args.new
     cells = []
     for arm in arms:
