@@ -68,7 +68,7 @@ stage() {
   fi
 }
 
-stage decode decode "${graph[@]}" --contexts "${contexts[@]}"
+stage decode decode "${graph[@]}" --profile --contexts "${contexts[@]}"
 stage batched decode "${graph[@]}" --contexts "${batched_contexts[@]}" --batch "${batches[@]}" \
   --arms none dense locks-r4i4 locks-r8i4
 stage prefill prefill --contexts "${prompts[@]}" --chunk 8K --repeats "$repeats"

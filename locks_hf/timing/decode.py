@@ -7,8 +7,9 @@ from itertools import product
 
 from .arms import GPU_GROUPS, Arm, Bench, HeldContext, needs, open_session, parse_arms
 from .harness import Protocol, many_arms, measure
+from .profile import profile_steps
 from .run import Run, add_options, open_run, plan_memory, positive, progress, protocol_of, tokens
-from .tables import decode_table
+from .tables import decode_table, profile_table
 
 _ORDER = {"held": 0, "locks": 1, "user": 2}  # the arms that share a context follow each other
 CONTEXTS = tuple(k << 10 for k in (16, 32, 64, 128, 256, 512, 1024))
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "quest, locks-r4i4, locks-r8i4), each of these by name, math, locks-r<rank>i<bits>, dynamic and static (what "
         "Transformers does by itself)",
     )
+    parser.add_argument("--profile", action="store_true", help="profile three steps of each cell after it was timed")
 
 
 def run(args: argparse.Namespace, command: str) -> str:
@@ -48,7 +50,8 @@ def run(args: argparse.Namespace, command: str) -> str:
     with this.store:
         _measure(this, protocol)
         this.store.finish()
-        return decode_table(this.store.cells, this.clock.is_measurement)
+        tables = [decode_table(this.store.cells, this.clock.is_measurement), profile_table(this.store.cells)]
+        return "\n\n".join(table for table in tables if table)
 
 
 def _measure(this: Run, protocol: Protocol) -> None:
@@ -95,4 +98,7 @@ def _measure(this: Run, protocol: Protocol) -> None:
 def _time(this: Run, bench: Bench, arm: Arm, shared: HeldContext, context: int, batch: int) -> dict:
     with open_session(bench, arm, context, batch, shared) as session:
         values = measure(session, this.clock, this.monitor, bench.protocol)
-        return {**values, **session.facts, "tokens_per_s": batch * 1e3 / values["ms_mean"]}
+        values |= {**session.facts, "tokens_per_s": batch * 1e3 / values["ms_mean"]}
+        if this.args.profile:
+            values["profile"] = profile_steps(session, this.clock)
+        return values

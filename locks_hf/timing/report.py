@@ -25,6 +25,7 @@ from .tables import (
     number,
     ok_cells,
     prefill_table,
+    profile_table,
     speedup,
 )
 
@@ -98,6 +99,8 @@ def make_report(directories: Sequence[Path]) -> tuple[str, Cells]:
     for kind, (title, table) in _TABLES.items():
         if kind in cells:
             sections += [f"## {title}", table(cells[kind], first["measurement"])]
+    if profiled := profile_table(cells.get("decode", [])):
+        sections += ["## Profile of the decode step", profiled]
     banner = "" if first["measurement"] else f"**{NOT_A_MEASUREMENT}**\n\n"
     sections += _beside_paper(cells, banner)
     return "\n\n".join(sections), cells

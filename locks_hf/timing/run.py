@@ -214,7 +214,8 @@ class Run:
             failure = ("error", f"{type(error).__name__}: {_first_line(error)}")
         if failure is None:
             peak = self.clock.peak_bytes()
-            self.store.add({"cell": cell, "status": "ok", **values, "peak_gib": None if peak is None else peak / GIB})
+            values = {"peak_gib": None if peak is None else peak / GIB, "gpu": self.monitor.sample().asdict(), **values}
+            self.store.add({"cell": cell, "status": "ok", **values})
             return
         self.store.add({"cell": cell, "status": failure[0], "reason": failure[1]})
         say(f"{_name(cell)}: {failure[0]}: {failure[1]}")

@@ -169,7 +169,7 @@ def make_model(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype, attn_implementation="sdpa")
-    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    return model.to(device).eval().requires_grad_(False)
 
 
 def load_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .arms import parse_arm
+from .profile import TERMS
 from .run import NOT_A_MEASUREMENT, show_tokens
 
 
@@ -87,6 +88,19 @@ def decode_table(cells: Sequence[dict], is_measurement: bool) -> str:
         )
     header = ["context", "batch", "arm", "ms/step", "against dense", "attention ms", "tokens/s", "GiB", "remarks"]
     return with_banner(markdown(header, rows), is_measurement)
+
+
+def profile_table(cells: Sequence[dict]) -> str:
+    """Microseconds a step by what kernels are for, of the cells that were profiled; empty if none was."""
+    rows = []
+    for cell in sorted(ok_cells(cells), key=lambda cell: (cell["cell"]["batch"], cell["cell"]["context"])):
+        if profile := cell.get("profile"):
+            what = cell["cell"]
+            first = [show_tokens(what["context"]), str(what["batch"]), parse_arm(what["arm"]).label]
+            terms = [number(profile["terms_us"][term], 0) for term in TERMS]
+            rows.append([*first, *terms, number(profile["span_us"], 0), number(profile["kernels"], 0)])
+    header = ["context", "batch", "arm, us a step", *TERMS, "all", "kernels"]
+    return markdown(header, rows) if rows else ""
 
 
 def prefill_table(cells: Sequence[dict], is_measurement: bool) -> str:
