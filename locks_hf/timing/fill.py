@@ -19,7 +19,7 @@ from locks_hf import LocksCache
 
 DIRECTIONS, SPREAD, NOISE = 4, 0.3, 0.1
 PAGE = 16
-_CHUNK = 1 << 26  # elements drawn at once: bounds the temporaries
+_CHUNK = 1 << 25  # elements drawn at once: bounds the temporaries, and the matrices of one batched product
 
 Progress = Callable[[int], object]
 

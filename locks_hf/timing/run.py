@@ -241,6 +241,9 @@ def open_run(args: argparse.Namespace, command: str, kind: str, settings: dict) 
     Raises:
         ValueError: For anything that cannot be done here.
     """
+    for name in ("contexts", "batch"):
+        if hasattr(args, name):
+            setattr(args, name, list(dict.fromkeys(getattr(args, name))))
     clock = make_clock(args.device, args.shape)
     LocksConfig(budget=args.budget)
     shape = resolve_shape(args.shape)
