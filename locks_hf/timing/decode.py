@@ -8,7 +8,7 @@ from itertools import product
 from .arms import GPU_GROUPS, Arm, Bench, HeldContext, needs, open_session, parse_arms
 from .harness import Protocol, many_arms, measure
 from .profile import profile_steps
-from .run import Run, add_options, open_run, plan_memory, positive, progress, protocol_of, tokens
+from .run import Run, add_options, open_run, plan_memory, positive, progress, protocol_of, say, tokens
 from .tables import decode_table, profile_table
 
 _ORDER = {"held": 0, "locks": 1, "user": 2}  # the arms that share a context follow each other
@@ -90,7 +90,6 @@ def _measure(this: Run, protocol: Protocol) -> None:
             if shared is None and bench is not None:
                 shared = HeldContext(bench, *where)
             bar.set_postfix_str(f"{arm.name} {where[0]}x{where[1]}")
-
             this.attempt(cell, reason, _time, this, bench, arm, shared, *where)
             bar.update()
 
@@ -100,5 +99,9 @@ def _time(this: Run, bench: Bench, arm: Arm, shared: HeldContext, context: int, 
         values = measure(session, this.clock, this.monitor, bench.protocol)
         values |= {**session.facts, "tokens_per_s": batch * 1e3 / values["ms_mean"]}
         if this.args.profile:
-            values["profile"] = profile_steps(session, this.clock)
+            try:
+                values["profile"] = profile_steps(session, this.clock)
+            except RuntimeError as error:  # a profiler that may not run here costs no timing
+                say(f"no profile: {error}")
+                values["profile"] = None
         return values

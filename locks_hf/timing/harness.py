@@ -21,6 +21,9 @@ from .clock import WARM_UP, Clock
 from .fill import cache_argument
 from .monitor import Monitor, Sample
 
+# Steps before a window that are not timed: the GPU has idled while the state was rewound.
+LEAD_IN = 4
+
 
 @dataclass(frozen=True)
 class Protocol:
@@ -49,7 +52,7 @@ class Protocol:
     @property
     def room(self) -> int:
         """Tokens a cache must have room for behind its context: it is rewound after each window."""
-        return max(self.steps, self.settle_steps) + 2 * (WARM_UP + 1) + 8
+        return max(self.steps + LEAD_IN, self.settle_steps) + 2 * (WARM_UP + 1) + 8
 
     def asdict(self) -> dict:
         """As JSON types."""
@@ -203,7 +206,12 @@ def check_finite(session: Session) -> None:
 
 
 def time_window(session: Session, clock: Clock, monitor: Monitor, steps: int) -> tuple[list[float], Sample]:
-    """Milliseconds of each of ``steps`` steps in a row, and a reading of the GPU while it still works on them."""
+    """Milliseconds of each of ``steps`` steps in a row, and a reading of the GPU while it still works on them.
+
+    A few steps before them are not timed.
+    """
+    for _ in range(LEAD_IN):
+        session.step()
     marks = [clock.mark()]
     for _ in range(steps):
         session.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -204,20 +205,21 @@ class Run:
         if reason is not None:
             self.store.add({"cell": cell, "status": reason[0], "reason": reason[1]})
             return
-        failure = None
+        failure, more = None, {}
         self.clock.reset_peak()
         try:
             values = function(*arguments)
         except torch.OutOfMemoryError as error:
             failure = ("does not fit", f"out of memory while it ran: {_first_line(error)}")
-        except (ValueError, RuntimeError, TypeError, AttributeError, ImportError, AssertionError) as error:
+        except Exception as error:  # backends, compilers and drivers fail in ways of their own; the others go on
             failure = ("error", f"{type(error).__name__}: {_first_line(error)}")
+            more["traceback"] = traceback.format_exc()[-4000:]
         if failure is None:
             peak = self.clock.peak_bytes()
             values = {"peak_gib": None if peak is None else peak / GIB, "gpu": self.monitor.sample().asdict(), **values}
             self.store.add({"cell": cell, "status": "ok", **values})
             return
-        self.store.add({"cell": cell, "status": failure[0], "reason": failure[1]})
+        self.store.add({"cell": cell, "status": failure[0], "reason": failure[1], **more})
         say(f"{_name(cell)}: {failure[0]}: {failure[1]}")
         try:
             self.clock.wait()

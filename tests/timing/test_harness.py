@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from locks_hf.timing.clock import CpuClock, make_clock
-from locks_hf.timing.harness import Compiler, Protocol, Session, check_finite, measure, settle, time_window
+from locks_hf.timing.harness import LEAD_IN, Compiler, Protocol, Session, check_finite, measure, settle, time_window
 from locks_hf.timing.monitor import Sample
 
 CPU = torch.device("cpu")
@@ -43,7 +43,9 @@ def session_on(clock, logits=None):
 
 
 def test_mean_and_sd_are_over_the_steps_of_all_windows():
-    clock = Ticking(*(2.0,) * 5, *range(1, 13))  # one for the check, four to settle, then twelve
+    lead = (99.0,) * LEAD_IN
+    # One step for the check, four to settle, then twelve in three windows.
+    clock = Ticking(*(2.0,) * 5, *lead, *range(1, 5), *lead, *range(5, 9), *lead, *range(9, 13))
     session, rewound = session_on(clock)
     cell = measure(session, clock, Readings(""), SHORT)
     assert cell["ms_mean"] == pytest.approx(6.5)
@@ -52,7 +54,7 @@ def test_mean_and_sd_are_over_the_steps_of_all_windows():
     assert cell["steps"] == 12 and cell["dropped_windows"] == 0 and cell["throttled"] == ""
     assert cell["settled"] and cell["settle_ms"] == pytest.approx(8.0)
     assert cell["gpu"]["sm_mhz"] == 1980
-    assert rewound == [1, 2, 2, 4, 4, 4]  # after the check, each settling window and each timed one
+    assert rewound == [1, 2, 2, *(4 + LEAD_IN,) * 3]  # after the check, each settling window and each timed one
 
 
 def test_throttled_windows_are_dropped_and_repeated():
@@ -96,7 +98,7 @@ def test_logits_that_are_not_finite_are_an_error_not_a_time(bad):
 
 
 def test_a_window_times_each_step():
-    clock = Ticking(1.0, 2.0, 3.0, 4.0)
+    clock = Ticking(*(99.0,) * LEAD_IN, 1.0, 2.0, 3.0, 4.0)
     times, sample = time_window(session_on(clock)[0], clock, Readings(""), 4)
     assert times == [1.0, 2.0, 3.0, 4.0] and sample.slowed == ""
 
