@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["position", "page"])
 def _append_kernel(
     key_ptr,
     value_ptr,

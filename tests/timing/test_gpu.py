@@ -41,7 +41,7 @@ def model(shape, clock):
     return make_model(shape, clock.device, torch.bfloat16, 0)
 
 
-@pytest.mark.parametrize("length", (1, 100, 2049, 4096))
+@pytest.mark.parametrize("length", (2, 17, 2049, 4096))
 @pytest.mark.parametrize("rows", (1, 3))
 @pytest.mark.parametrize("name", (*DENSE, "quest"))
 def test_backends_are_exact_inside_a_graph(clock, name, rows, length):
