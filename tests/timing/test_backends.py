@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -237,10 +238,19 @@ print("equal")
 """
 
 
-def test_the_append_kernel_writes_what_it_should():
-    # In a process of its own: Triton reads the variable when it is imported.
-    import os
-
+def interpreted(*command):
+    """Run Python with Triton's interpreter, in a process of its own: Triton reads the variable when it is imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", _INTERPRETED], capture_output=True, text=True, env=environment)
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
+
+
+def test_the_append_kernel_writes_what_it_should():
+    done = interpreted("-c", _INTERPRETED)
     assert done.stdout == "equal\n", done.stderr[-2000:]
+
+
+@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="this is the process in which the kernels run")
+def test_quest_and_dense_backends_hold_with_the_kernels():
+    tests = "quest_attends or quest_keeps or (dense_backends and math and 17)"
+    done = interpreted("-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", tests)
+    assert done.returncode == 0, done.stdout[-2000:]
