@@ -79,6 +79,7 @@ class LocksLayer(CacheLayerMixin):
         self._value_buffer: torch.Tensor | None = None
         self._ledger: RowLedger | None = None  # behind the device while decoding: read it through `_rows`
         self._counts: torch.Tensor | None = None  # see `counts`
+        self._arrivals: torch.Tensor | None = None  # see `arrivals`
         self._summarized: list[int] = []  # pages of each row that have a summary
         self._started = False
         self._positions = 0  # seen in passes that the host took part in: the same for all layers
@@ -171,6 +172,11 @@ class LocksLayer(CacheLayerMixin):
         return self._counts
 
     @property
+    def arrivals(self) -> torch.Tensor:
+        """int32 ``(B * H,)`` of zeros: scratch of decode steps on the device."""
+        return self._arrivals
+
+    @property
     def steps_on_device(self) -> bool:
         """Whether the next single token can be a decode step that the host takes no part in."""
         return self._started and not self._drafting and isinstance(self.selector, LocksSelector)
@@ -227,6 +233,7 @@ class LocksLayer(CacheLayerMixin):
         self._nowhere = key_states.new_full((1, 1, 1, 1), float("nan"))
         self._ledger = RowLedger(batch)
         self._counts = torch.zeros(batch + 1, dtype=torch.int32, device=self.device)
+        self._make_arrivals()
         self._summarized = [0] * batch
         self.is_initialized = True
 
@@ -286,6 +293,10 @@ class LocksLayer(CacheLayerMixin):
             self._positions += 1
         self.discard_staged()
         return key, value
+
+    def count_replayed_step(self) -> None:
+        """Count a step that ran without the host, as :meth:`take_step` does others."""
+        self._positions += 1
 
     def make_room(self, tokens: int) -> None:
         """Grow, if it has to be, for so many more tokens a row; asks the device only when room may be short.
@@ -469,6 +480,7 @@ class LocksLayer(CacheLayerMixin):
             self.summaries = {name: array.clone() for name, array in self.summaries.items()}
         if self._counts.is_inference() and not torch.is_inference_mode_enabled():
             self._counts = self._counts.clone()
+            self._make_arrivals()
 
     def _summarize_complete_pages(self) -> None:
         page_size = self.config.page_size
@@ -528,6 +540,10 @@ class LocksLayer(CacheLayerMixin):
         ]
         self._publish_counts()
 
+    def _make_arrivals(self) -> None:
+        rows = (self._counts.shape[0] - 1) * self.n_kv_heads
+        self._arrivals = torch.zeros(rows, dtype=torch.int32, device=self.device)
+
     def _publish_counts(self) -> None:
         """Tell the device what the ledger holds."""
         counts = torch.tensor([*self._ledger.lengths, self._ledger.seen], dtype=torch.int32)
@@ -536,6 +552,7 @@ class LocksLayer(CacheLayerMixin):
             self._counts.copy_(counts)  # in place: graphs hold its address
         else:
             self._counts = counts.to(self.device)
+            self._make_arrivals()
         self._room = max(self._ledger.lengths, default=0)
 
     def _take_rows(self, rows: torch.Tensor) -> None:
@@ -583,8 +600,8 @@ class LocksLayer(CacheLayerMixin):
     # Accounting
 
     def score_bytes(self, lengths: list[int]) -> int:
-        """Bytes read in a sparse step to score the complete pages of rows of the given lengths."""
-        n_pages = sum(length // self.config.page_size for length in lengths)
+        """Bytes read in a sparse step to score the pages before the most recent ones of rows of the given lengths."""
+        n_pages = sum(max(0, length - 1) // self.config.page_size for length in lengths)
         head_dim = self._key_buffer.shape[3]
         return self.n_kv_heads * self.selector.score_bytes(self.config, n_pages, head_dim, self.dtype)
 
@@ -708,6 +725,34 @@ class LocksCache(Cache):
         others = (layer for layer in self.layers if not isinstance(layer, LocksLayer))
         steps = isinstance(self.selector, LocksSelector) and not self._drafting
         return steps and all(layer.is_compileable for layer in others)
+
+    @property
+    def steps_on_device(self) -> bool:
+        """Whether a forward pass over single tokens is a decode step that the host takes no part in."""
+        return self.is_compileable and bool(self.locks_layers) and all(x.steps_on_device for x in self.locks_layers)
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where decode steps read and write; recorded steps are good for these only."""
+        return tuple(
+            array.data_ptr()
+            for layer in self.locks_layers
+            for array in (layer.key_buffer, layer.value_buffer, layer.counts, layer.arrivals, *layer.summaries.values())
+        )
+
+    def begin_step(self) -> bool:
+        """Do what the host does in a decode step that is replayed; ``False`` if the buffers had to move for it.
+
+        Raises:
+            ValueError: If the step does not fit ``max_cache_len``.
+        """
+        before = self.addresses()
+        for layer in self.locks_layers:
+            layer.make_room(1)
+        if self.addresses() != before:
+            return False
+        for layer in self.locks_layers:
+            layer.count_replayed_step()
+        return True
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As in :class:`transformers.Cache`. Asked before each forward pass, it is where room for a step is made.

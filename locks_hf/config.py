@@ -21,7 +21,7 @@ class LocksConfig:
         refit: Solve for the coefficients against the quantised basis and centroid (same bytes, smaller error).
             ``False`` is the paper's rule, the plain projection ``C = D V``.
         combine: How the query heads of one KV head agree on a page set: ``"share"`` (mean of the page shares, the
-            paper's rule), ``"max"`` (largest share), ``"mass"`` (mean of the unnormalised masses).
+            paper's rule), ``"max"`` (largest share), ``"mass"`` (sum of the unnormalised masses).
         max_cache_len: Fixed capacity in tokens, or ``None`` to grow as needed.
 
     Raises:

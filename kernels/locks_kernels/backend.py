@@ -65,6 +65,13 @@ def use_triton(device: torch.device) -> bool:
     return device.type == "cpu" and interpreting()
 
 
+def programmatic_launch(device: torch.device) -> dict[str, bool]:
+    """Launch options by which a kernel starts while the one before it ends: from compute capability 9.0 on."""
+    if interpreting() or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
 def check_head_dim_and_dtype(head_dim: int, dtype: torch.dtype) -> None:
     """Refuse keys and values that the kernels do not support.
 

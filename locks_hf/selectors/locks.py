@@ -28,11 +28,11 @@ class LocksSelector(PageSelector):
 
     def select(self, query: torch.Tensor, pages: PageView, config: LocksConfig, scaling: float) -> torch.Tensor:
         """Estimated page mass, combined over the group, then the top pages."""
-        n_complete = pages.lengths // config.page_size
+        n_pages = pages.open_pages(config.page_size)
         layout = self.layout(config, query.shape[-1])
         max_complete = pages.max_length // config.page_size
-        lse = score(query, pages.summaries, n_complete, max_complete, layout, scaling)
-        value = combine(lse, n_complete, config.combine)
+        lse = score(query, pages.summaries, n_pages, max_complete, layout, scaling)
+        value = combine(lse, n_pages, config.combine)
         return top_pages(value, pages.lengths, config.page_size, config.page_slots)
 
     def summary_key(self, config: LocksConfig) -> tuple:

@@ -13,16 +13,19 @@ if os.environ.get("TRITON_INTERPRET"):
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from locks_hf.kernels import SummaryLayout
-from locks_hf.kernels.attend.triton import _attend_combine_kernel, _attend_split_kernel
-from locks_hf.kernels.decode.triton import _append_kernel
+from locks_hf.kernels.attend.triton import _attend_combine_kernel, _attend_split_kernel, combine_options
+from locks_hf.kernels.decode.triton import _end_kernel
+from locks_hf.kernels.score.gluon import score_kernel
 from locks_hf.kernels.score.triton import _prepare_kernel, _score_kernel
 from locks_hf.kernels.select.triton import (
     _combine_kernel,
     _group_max_kernel,
     _normalizer_kernel,
     _search_pages_kernel,
+    _select_kernel,
     _top_pages_kernel,
 )
 from locks_hf.kernels.summarize.triton import _summarize_kernel, summarize_options
@@ -32,12 +35,16 @@ POINTERS = {
     "scales_ptr": "*bf16", "codes_ptr": "*i8", "unit_ptr": "*fp32", "bias_ptr": "*i32", "n_pages_ptr": "*i32",
     "lengths_ptr": "*i32", "counts_ptr": "*i32", "added_ptr": "*i32", "real_ptr": "*u8", "pages_ptr": "*i32",
     "groups_ptr": "*i32", "lse_ptr": "*fp32", "partial_ptr": "*fp32", "value_ptr": "*fp32", "group_max_ptr": "*fp32",
-    "partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32",
+    "partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32", "arrivals_ptr": "*i32",
 }  # fmt: skip
 FLOATS = {"scaling", "rank_tolerance", "ridge_factor"}
 
 
-def compiled(kernel, capability, dtype="bf16", num_warps=4, num_stages=3, pointers=None, **constants):
+def compiled(kernel, capability, dtype="bf16", num_warps=4, num_stages=3, pointers=None, maxnreg=None, **constants):
+    if "num_warps" in kernel.arg_names:
+        constants["num_warps"] = num_warps
+    if "PDL" in kernel.arg_names:
+        constants["PDL"] = capability >= 90
     signature = {}
     for name in kernel.arg_names:
         if name in constants:
@@ -46,11 +53,13 @@ def compiled(kernel, capability, dtype="bf16", num_warps=4, num_stages=3, pointe
             signature[name] = {**POINTERS, **(pointers or {})}.get(name, f"*{dtype}")
         else:
             signature[name] = "fp32" if name in FLOATS else "i32"
-    source = ASTSource(
-        fn=kernel, signature=signature, constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()}
-    )
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
+    kind = GluonASTSource if kernel is score_kernel else ASTSource
+    constants = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = kind(fn=kernel, signature=signature, constexprs=constants)
+    options = {"num_warps": num_warps, "maxnreg": maxnreg}
+    if kind is ASTSource:
+        options["num_stages"] = num_stages
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 BYTES = {"coefficients_ptr": "*i8"}  # where coefficients are written, or read one by one
@@ -62,7 +71,7 @@ def score_options(head_dim, rank, bits, group, block_pages, page_size=16):
         "H": 4, "G": group, "BLOCK_G": max(4, triton.next_power_of_2(group)), "D": head_dim, "P": page_size, "R": rank,
         "BLOCK_R": triton.next_power_of_2(rank), "BITS": bits, "PARTS": layout.codes_per_byte,
         "BLOCK_W": max(32, triton.next_power_of_2(layout.basis_width)), "BLOCK_J": block_pages,
-        "WORDS": rank % 4 == 0, "N_SCALES": layout.n_scales, "INLINE": True,
+        "WORDS": rank % 4 == 0, "N_SCALES": layout.n_scales, "INLINE": True, "STEP": True,
     }  # fmt: skip
 
 
@@ -74,20 +83,21 @@ def test_kernels_compile(capability, head_dim):
     block_pages = 64 if head_dim <= 128 else 32
     kernels = [
         compiled(_summarize_kernel, capability, pointers=BYTES, **summarize_options(layout, True)),
-        compiled(_prepare_kernel, capability, H=4, G=8, BLOCK_G=8, D=head_dim, BLOCK_D=block_d, OFFSET=8),
+        compiled(
+            _prepare_kernel, capability, H=4, G=8, BLOCK_G=8, D=head_dim, BLOCK_D=block_d, P=16, OFFSET=8, STEP=True,
+            HAS_REAL=True,
+        ),
         compiled(_score_kernel, capability, num_stages=1, STAGES=1, **score_options(head_dim, 8, 4, 4, block_pages)),
         compiled(_score_kernel, capability, STAGES=3, **score_options(head_dim, 4, 4, 8, block_pages)),
         compiled(
-            _append_kernel, capability, pointers=BYTES, H=4, G=8, BLOCK_G=8, BLOCK_D=block_d, OFFSET=8, HAS_REAL=True,
-            **summarize_options(layout, True),
+            _end_kernel, capability, pointers=BYTES, H=4, G=8,
+            **{**summarize_options(layout, True), **combine_options(32, head_dim)},
         ),
         compiled(
             _attend_split_kernel, capability, H=4, G=8, BLOCK_G=16, D=head_dim, BLOCK_D=block_d, P=16,
             BLOCK_N=64 if head_dim <= 128 else 32, UPCAST=False,
         ),
-        compiled(
-            _attend_combine_kernel, capability, H=4, G=8, D=head_dim, BLOCK_D=block_d, BLOCK_S=32, IS_STEP=True
-        ),
+        compiled(_attend_combine_kernel, capability, G=8, D=head_dim, **combine_options(32, head_dim)),
     ]  # fmt: skip
     for kernel in kernels:
         assert kernel.asm["cubin"]
@@ -118,23 +128,41 @@ def test_large_pages_compile():
     attend_kernel = compiled(
         _attend_split_kernel, 80, dtype="fp32", H=4, G=8, BLOCK_G=16, D=256, BLOCK_D=256, P=64, BLOCK_N=32, UPCAST=False
     )
-    append_kernel = compiled(
-        _append_kernel, 80, dtype="fp32", pointers=BYTES, H=4, G=8, BLOCK_G=8, BLOCK_D=256, OFFSET=8, HAS_REAL=False,
-        **summarize_options(SummaryLayout(256, 4, 64), True),
-    )  # fmt: skip
-    for kernel in (attend_kernel, append_kernel):
+    options = {**combine_options(32, 256), **summarize_options(SummaryLayout(256, 4, 64), True)}
+    end_kernel = compiled(_end_kernel, 80, dtype="fp32", pointers=BYTES, H=4, G=8, **options)
+    for kernel in (attend_kernel, end_kernel):
         assert kernel.metadata.shared <= 163 * 1024  # a block of sm_80
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("head_dim", "rank", "bits", "group"),
+    [(64, 4, 4, 4), (128, 4, 4, 8), (128, 8, 4, 7), (128, 8, 8, 1), (256, 4, 4, 16), (256, 8, 8, 8)],
+)
+def test_the_kernel_with_layouts_chosen_by_hand_compiles(capability, head_dim, rank, bits, group):
+    kernel = compiled(
+        score_kernel, capability, H=4, G=group, BLOCK_G=max(8, triton.next_power_of_2(group)), D=head_dim, P=16, R=rank,
+        BITS=bits, BLOCK_J=64, STEP=True, HAS_REAL=True, num_warps=4, maxnreg=128 if group <= 8 else None,
+        pointers={"basis_ptr": "*i8" if bits == 8 else "*u8"},
+    )  # fmt: skip
+    assert kernel.asm["cubin"]
+    # Nothing moves between threads inside the loop: no barrier but those of the normalisers after it.
+    assert kernel.asm["ptx"].count("bar.sync") <= 16
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_select_kernels_compile(capability):
     for kernel in (
         compiled(_normalizer_kernel, capability, HG=32, BLOCK=1024),
-        compiled(_combine_kernel, capability, H=4, G=7, BLOCK_G=8, RULE=0, BLOCK=512, GROUP=16, BLOCK_S=64),
+        compiled(
+            _combine_kernel, capability, H=4, G=7, BLOCK_G=8, P=16, RULE=0, BLOCK=512, GROUP=16, BLOCK_S=64, C=128,
+            S=16, BLOCK_K=128, STEP=True, CHOOSE=True, HAS_REAL=True,
+        ),
+        compiled(_select_kernel, capability, H=4, G=7, BLOCK_G=8, P=16, RULE=0, C=128, S=16, HAS_REAL=True),
         compiled(_group_max_kernel, capability, GROUP=16, BLOCK=64),
         compiled(_top_pages_kernel, capability, H=4, P=16, GROUP=16, S=32, C=128, BLOCK_K=128),
         compiled(_search_pages_kernel, capability, H=4, P=16, BLOCK=1024),
-    ):
+    ):  # fmt: skip
         assert kernel.asm["cubin"]
 
 

@@ -3,6 +3,7 @@
 Run with TRITON_INTERPRET=1 on a machine without a GPU; every output is poisoned before a kernel writes it.
 """
 
+import importlib
 import itertools
 
 import pytest
@@ -181,6 +182,49 @@ def test_score_survives_extreme_queries(rng):
     torch.testing.assert_close(got, reference, rtol=1e-4, atol=1e-2)
 
 
+@pytest.mark.parametrize("refit", [True, False], ids=["refit", "project"])
+def test_pages_at_the_ends_of_fp16_stay_finite(rng, refit):
+    layout, largest, smallest = SummaryLayout(64, 4), 65504.0, 2.0**-24
+    keys = torch.randn(7, 16, 64, generator=rng)
+    keys[0] = keys[0].sign() * largest
+    keys[1] = largest
+    keys[2, 5, 7] = 6e4
+    keys[3] = keys[3].sign() * smallest
+    keys[4] = 0
+    keys[5, 1:] = -largest
+    keys = keys.half().to(DEVICE)
+    summaries = summarize(keys, layout, refit)
+    assert all(array.float().isfinite().all() for array in summaries.values())
+    summaries = {name: array[None, None] for name, array in summaries.items()}
+    query, counts = randn(rng, 1, 4, 64, dtype=torch.float16), torch.tensor([7], dtype=torch.int32, device=DEVICE)
+    lse = score(query, summaries, counts, 7, layout, 0.125)
+    assert lse.isfinite().all()
+    # Terms of this size cancel in some scores.
+    term = query.float().abs().sum(dim=-1).max().item() * largest * 0.125
+    reference = score_reference(query, summaries, counts, 7, layout, 0.125)
+    torch.testing.assert_close(lse, reference, rtol=1e-4, atol=1e-6 * term)
+    assert combine(lse, counts).isfinite().all()
+
+
+@pytest.mark.parametrize(("rank", "group", "slots"), [(8, 4, 16), (4, 3, 5), (2, 8, 9)])
+def test_kernels_and_references_choose_the_same_pages(rng, rank, group, slots):
+    layout, batch, heads, capacity = SummaryLayout(64, rank), 2, 2, 40
+    summaries = random_summaries(rng, layout, batch, heads, capacity)
+    query = randn(rng, batch, heads * group, 64) * 2
+    lengths = torch.tensor([40 * 16, 27 * 16 + 3], dtype=torch.int32, device=DEVICE)
+    counts = lengths // 16
+    value = combine(score(query, summaries, counts, capacity, layout, 0.125), counts)
+    reference = combine_reference(score_reference(query, summaries, counts, capacity, layout, 0.125), counts, "share")
+    torch.testing.assert_close(value, reference, rtol=1e-4, atol=1e-7)
+    chosen, expected = top_pages(value, lengths, 16, slots), top_pages_reference(reference, lengths, 16, slots)
+    # Pages may change places where their values agree to the accuracy of float32.
+    differing = (chosen != expected).nonzero().tolist()
+    for row, head, slot in differing:
+        pair = reference[row, head, [chosen[row, head, slot], expected[row, head, slot]]]
+        torch.testing.assert_close(pair[0], pair[1], rtol=1e-4, atol=1e-7)
+    assert len(differing) <= 2
+
+
 @pytest.mark.parametrize("rule", ["share", "max", "mass"])
 @pytest.mark.parametrize("max_pages", [1, 2, 63, 1000, 1025])
 def test_combine(rng, rule, max_pages):
@@ -289,10 +333,20 @@ def test_attend_strided_query_and_empty_row(rng):
 
 @pytest.mark.parametrize(("head_dim", "dtype"), GRID, ids=GRID_IDS)
 @pytest.mark.parametrize(
-    ("rank", "bits", "page_size", "group", "slots"), [(4, 4, 16, 8, 3), (3, 8, 4, 3, 4), (8, 4, 16, 1, 64)]
+    ("rank", "bits", "page_size", "group", "slots", "limits"),
+    [
+        (4, 4, 16, 8, 3, {}),
+        (3, 8, 4, 3, 4, {"_MOST_AT_ONCE": 0, "_GROUP": 2}),
+        (8, 4, 16, 1, 64, {"_MOST_AT_ONCE": 0}),
+        (2, 4, 8, 2, 3, {"_MOST_AT_ONCE": 0, "_MOST_IN_REGISTERS": 0}),
+    ],
+    ids=["at once", "in groups", "all", "in memory"],
 )
-def test_decode_step(rng, head_dim, dtype, rank, bits, page_size, group, slots):
+def test_decode_step(rng, monkeypatch, head_dim, dtype, rank, bits, page_size, group, slots, limits):
     """Step by step the same as the other operations, one after the other: outputs, tokens, summaries and counts."""
+    select = importlib.import_module("locks_hf.kernels.select.triton")
+    for name, value in limits.items():
+        monkeypatch.setattr(select, name, value)
     layout = SummaryLayout(head_dim, rank, page_size, bits)
     batch, heads, capacity = 3, 2, 8 * page_size
     start = [5 * page_size - 2, 2 * page_size - 1, 8 * page_size - 1]  # a page ends in each row; the last has no room
@@ -300,8 +354,9 @@ def test_decode_step(rng, head_dim, dtype, rank, bits, page_size, group, slots):
     pages = keys.unflatten(2, (-1, page_size)).flatten(0, 2)
     summaries = {name: a.unflatten(0, (batch, heads, -1)) for name, a in summarize(pages, layout).items()}
     counts = torch.tensor([*start, 8 * page_size], dtype=torch.int32, device=DEVICE)
-    state = (keys, values, summaries, counts)
-    twin = (keys.clone(), values.clone(), {name: a.clone() for name, a in summaries.items()}, counts.clone())
+    arrivals = torch.zeros(batch * heads, dtype=torch.int32, device=DEVICE)
+    state = (keys, values, summaries, counts, arrivals)
+    twin = (keys.clone(), values.clone(), {name: a.clone() for name, a in summaries.items()}, counts.clone(), arrivals)
     for step in range(3):
         query = randn(rng, batch, heads * group, 3, head_dim, dtype=dtype)[:, :, 1]
         key, value = randn(rng, 2, batch, heads, 1, head_dim, dtype=dtype)[:, :, :, 0]
@@ -318,6 +373,7 @@ def test_decode_step(rng, head_dim, dtype, rank, bits, page_size, group, slots):
             (*state[:2], *state[2].values(), state[3]), (*twin[:2], *twin[2].values(), twin[3]), strict=True
         ):
             assert torch.equal(ours, theirs)
+    assert not arrivals.any()
     assert counts.tolist() == [start[0] + 3, start[1] + 2, start[2] + 3, 8 * page_size + 3]
 
 

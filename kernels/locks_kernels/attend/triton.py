@@ -6,15 +6,45 @@ KV head share each load.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..backend import interpreting
 
-# Enough programs to fill any current GPU; a split below four pages is not worth its combination.
-_TARGET_PROGRAMS = 512
-_MIN_PAGES_PER_SPLIT = 4
+
+@dataclass(frozen=True)
+class AttendSettings:
+    """How the slots of a row are dealt to programs.
+
+    Attributes:
+        block_tokens: Tokens attended at a time.
+        slots_per_split: Slots of a program.
+        warps: Warps a program.
+    """
+
+    block_tokens: int
+    slots_per_split: int
+    warps: int = 4
+
+
+def attend_settings(head_dim: int, page_size: int, rows: int, slots: int) -> AttendSettings:
+    """Settings for a shape.
+
+    Args:
+        head_dim: Channels of a key.
+        page_size: Tokens a page.
+        rows: Batch rows times KV heads.
+        slots: Pages to attend.
+    """
+    block_tokens = 64 if head_dim <= 128 else 32
+    pages_per_block = max(1, block_tokens // page_size)
+    # 512 programs fill any current GPU, and a split below four pages is not worth its combination.
+    splits = min(triton.cdiv(512, rows), triton.cdiv(slots, 4))
+    return AttendSettings(block_tokens, triton.cdiv(triton.cdiv(slots, splits), pages_per_block) * pages_per_block)
 
 
 @triton.jit
@@ -44,7 +74,11 @@ def _attend_split_kernel(
     P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     split = tl.program_id(0)
     row_head = tl.program_id(1).to(tl.int64)
     row = row_head // H
@@ -105,19 +139,32 @@ def _attend_combine_kernel(
     partial_out_ptr,
     partial_lse_ptr,
     out_ptr,
-    counts_ptr,
-    added_ptr,
     n_splits,
-    n_rows,
-    H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    IS_STEP: tl.constexpr,
 ):
     row_head = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1)
+    channel = tl.arange(0, BLOCK_D)
+    b_out = combined_output(partial_out_ptr, partial_lse_ptr, row_head, g, n_splits, G, D, BLOCK_D, BLOCK_S)
+    tl.store(out_ptr + (row_head * G + g) * D + channel, b_out.to(out_ptr.dtype.element_ty), mask=channel < D)
+
+
+@triton.jit
+def combined_output(
+    partial_out_ptr,
+    partial_lse_ptr,
+    row_head,
+    g,
+    n_splits,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Output of one query head from its splits, float32 ``[BLOCK_D]``; zeros for a row without tokens."""
     channel = tl.arange(0, BLOCK_D)
     split = tl.arange(0, BLOCK_S)
     m_split = split < n_splits
@@ -129,19 +176,7 @@ def _attend_combine_kernel(
     safe = tl.where(largest == float("-inf"), 0.0, largest)
     b_weight = tl.exp(b_lse - safe)
     total = tl.sum(b_weight, axis=0)
-    b_out = tl.sum(b_part * b_weight[:, None], axis=0)
-    b_out = b_out / tl.where(total == 0, 1.0, total)  # a row without tokens gives zeros
-    if IS_STEP:
-        # The last kernel of a decode step: nothing reads the counts any more, so that one program a row moves them on.
-        row = row_head // H
-        added = tl.load(added_ptr + row)  # 1, or 0 for padding, or -1 for a token that had no room
-        b_out = tl.where(added == 0, 0.0, tl.where(added < 0, float("nan"), b_out))
-        if (row_head % H == 0) & (g == 0):
-            tl.store(counts_ptr + row, tl.load(counts_ptr + row) + (added != 0).to(tl.int32))
-            if row == 0:
-                tl.store(counts_ptr + n_rows, tl.load(counts_ptr + n_rows) + 1)
-    p_out = out_ptr + (row_head * G + g) * D + channel
-    tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=channel < D)
+    return tl.sum(b_part * b_weight[:, None], axis=0) / tl.where(total == 0, 1.0, total)
 
 
 def attend_triton(
@@ -152,12 +187,45 @@ def attend_triton(
     lengths: torch.Tensor,
     page_size: int,
     scaling: float,
-    step: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Launch the kernels; arguments and result as in :func:`locks_hf.kernels.attend.attend`.
+    """Launch the kernels; arguments and result as in :func:`locks_hf.kernels.attend.attend`."""
+    batch, n_kv_heads, _, head_dim = keys.shape
+    group = query.shape[1] // n_kv_heads
+    partial_out, partial_lse = attend_splits(query, keys, values, pages, lengths, page_size, scaling)
+    n_splits = partial_out.shape[1]
+    out = torch.empty((batch, n_kv_heads * group, head_dim), dtype=query.dtype, device=query.device)
+    _attend_combine_kernel[(batch * n_kv_heads, group)](
+        partial_out, partial_lse, out, n_splits, G=group, D=head_dim, **combine_options(n_splits, head_dim)
+    )
+    return out
 
-    ``step`` makes this the end of a decode step: the int32 ``counts`` ``(B + 1,)`` to move on, and for each row what
-    was added, int32 ``(B,)``: 1, 0 for padding (the output is zero), or -1 for a token without room (it is NaN).
+
+def attend_splits(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    page_size: int,
+    scaling: float,
+    launch: dict[str, bool] | None = None,
+    settings: AttendSettings | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend the slots of each split.
+
+    Args:
+        query: As in :func:`locks_hf.kernels.attend.attend`, and the others up to ``scaling``.
+        keys: Likewise.
+        values: Likewise.
+        pages: Likewise.
+        lengths: Likewise.
+        page_size: Likewise.
+        scaling: Likewise.
+        launch: Launch options, in a decode step.
+        settings: By default those of :func:`attend_settings`.
+
+    Returns:
+        Outputs of the splits, float32 ``(B * H, splits, G, d)``, and the log-sum-exp of their logits.
     """
     batch, n_kv_heads, _, head_dim = keys.shape
     if keys.stride() != values.stride() or keys.stride(-1) != 1:
@@ -166,16 +234,13 @@ def attend_triton(
         query = query.contiguous()
     pages = pages.contiguous()
     group, slots = query.shape[1] // n_kv_heads, pages.shape[-1]
-    block_tokens = 64 if head_dim <= 128 else 32
-    pages_per_block = max(1, block_tokens // page_size)
-    splits = min(triton.cdiv(_TARGET_PROGRAMS, batch * n_kv_heads), triton.cdiv(slots, _MIN_PAGES_PER_SPLIT))
-    slots_per_split = triton.cdiv(triton.cdiv(slots, splits), pages_per_block) * pages_per_block
-    n_splits = triton.cdiv(slots, slots_per_split)
+    if settings is None:
+        settings = attend_settings(head_dim, page_size, batch * n_kv_heads, slots)
+    n_splits = triton.cdiv(slots, settings.slots_per_split)
 
     device = query.device
     partial_out = torch.empty((batch * n_kv_heads, n_splits, group, head_dim), dtype=torch.float32, device=device)
     partial_lse = torch.empty((batch * n_kv_heads, n_splits, group), dtype=torch.float32, device=device)
-    out = torch.empty((batch, n_kv_heads * group, head_dim), dtype=query.dtype, device=device)
     block_d = max(16, triton.next_power_of_2(head_dim))
     _attend_split_kernel[(n_splits, batch * n_kv_heads)](
         query,
@@ -187,7 +252,7 @@ def attend_triton(
         partial_lse,
         scaling,
         slots,
-        slots_per_split,
+        settings.slots_per_split,
         n_splits,
         keys.shape[2],
         query.stride(0),
@@ -201,25 +266,16 @@ def attend_triton(
         D=head_dim,
         BLOCK_D=block_d,
         P=page_size,
-        BLOCK_N=block_tokens,
+        BLOCK_N=settings.block_tokens,
         UPCAST=interpreting() and query.dtype == torch.bfloat16,  # the interpreter cannot multiply bf16 matrices
-        num_warps=4,
-        num_stages=1 if slots_per_split <= pages_per_block else 3,
+        **(launch or {"PDL": False}),
+        num_warps=settings.warps,
+        num_stages=1 if settings.slots_per_split * page_size <= settings.block_tokens else 3,
     )
-    block_splits = triton.next_power_of_2(n_splits)
-    _attend_combine_kernel[(batch * n_kv_heads, group)](
-        partial_out,
-        partial_lse,
-        out,
-        *(step or (None, None)),
-        n_splits,
-        batch,
-        H=n_kv_heads,
-        G=group,
-        D=head_dim,
-        BLOCK_D=block_d,
-        BLOCK_S=block_splits,
-        IS_STEP=step is not None,
-        num_warps=4 if block_splits * block_d <= 8192 else 8,
-    )
-    return out
+    return partial_out, partial_lse
+
+
+def combine_options(n_splits: int, head_dim: int) -> dict[str, int]:
+    """Sizes for :func:`combined_output`."""
+    block_splits, block_d = triton.next_power_of_2(n_splits), max(16, triton.next_power_of_2(head_dim))
+    return {"BLOCK_S": block_splits, "BLOCK_D": block_d, "num_warps": 4 if block_splits * block_d <= 8192 else 8}

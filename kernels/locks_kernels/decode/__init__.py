@@ -24,6 +24,7 @@ def decode_step(
     values: torch.Tensor,
     summaries: dict[str, torch.Tensor],
     counts: torch.Tensor,
+    arrivals: torch.Tensor,
     layout: SummaryLayout,
     refit: bool,
     rule: str,
@@ -42,6 +43,7 @@ def decode_step(
         values: Cached values, likewise.
         summaries: Arrays of :meth:`SummaryLayout.fields` with leading dimensions ``(B, H, capacity / P)``; updated.
         counts: int32 ``(B + 1,)``: cached tokens of each row, then logical positions seen; updated.
+        arrivals: int32 ``(B * H,)`` of zeros: what programs count themselves with; zeros again afterwards.
         layout: Sizes of the summaries.
         refit: Rule of the coefficients; see :func:`locks_hf.kernels.summarize.summarize`.
         rule: How query heads agree; see :func:`locks_hf.kernels.select.combine`.
@@ -71,6 +73,8 @@ def decode_step(
         )
     check_head_dim_and_dtype(head_dim, keys.dtype)
     check_page_size(layout.page_size)
+    if arrivals.shape != (batch * heads,) or arrivals.dtype != torch.int32:
+        raise ValueError(f"arrivals must be int32 ({batch * heads},), got {arrivals.dtype} {tuple(arrivals.shape)}")
     check_row_counts("counts", counts, batch + 1, None)
     if capacity % layout.page_size:
         raise ValueError(f"the capacity {capacity} must be a multiple of the page size {layout.page_size}")
@@ -89,6 +93,7 @@ def decode_step(
         summaries["token_scales"],
         summaries["scales"],
         counts,
+        arrivals,
         layout.rank,
         layout.page_size,
         layout.basis_bits,
@@ -101,7 +106,17 @@ def decode_step(
 
 @torch.library.custom_op(
     "locks_hf::decode_step",
-    mutates_args=("keys", "values", "basis", "coefficients", "centroid", "token_scales", "scales", "counts"),
+    mutates_args=(
+        "keys",
+        "values",
+        "basis",
+        "coefficients",
+        "centroid",
+        "token_scales",
+        "scales",
+        "counts",
+        "arrivals",
+    ),
 )
 def _decode_step(
     query: torch.Tensor,
@@ -116,6 +131,7 @@ def _decode_step(
     token_scales: torch.Tensor,
     scales: torch.Tensor,
     counts: torch.Tensor,
+    arrivals: torch.Tensor,
     rank: int,
     page_size: int,
     basis_bits: int,
@@ -132,7 +148,22 @@ def _decode_step(
         "token_scales": token_scales,
         "scales": scales,
     }
-    arguments = (query, key, value, real, keys, values, summaries, counts, layout, refit, rule, slots, scaling)
+    arguments = (
+        query,
+        key,
+        value,
+        real,
+        keys,
+        values,
+        summaries,
+        counts,
+        arrivals,
+        layout,
+        refit,
+        rule,
+        slots,
+        scaling,
+    )
     if use_triton(query.device):
         from .triton import decode_step_triton
 

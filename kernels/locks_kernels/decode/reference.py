@@ -20,6 +20,7 @@ def decode_step_reference(
     values: torch.Tensor,
     summaries: dict[str, torch.Tensor],
     counts: torch.Tensor,
+    arrivals: torch.Tensor,
     layout: SummaryLayout,
     refit: bool,
     rule: str,
@@ -32,6 +33,7 @@ def decode_step_reference(
     lengths, rows = counts[:-1], torch.arange(batch, device=keys.device)
     added = torch.ones_like(lengths) if real is None else real.to(lengths.dtype)
     overflow = lengths + added > capacity
+    n_pages = lengths // page_size  # the page of the new token is attended anyway, and not scored
     position = lengths.clamp(max=capacity - 1).long()
     written = ((added > 0) & ~overflow)[:, None, None]
     keys[rows, :, position] = torch.where(written, key, keys[rows, :, position])
@@ -51,7 +53,6 @@ def decode_step_reference(
             chosen = completed.view(-1, *(1,) * (new.ndim - 1))
             summaries[name][rows, :, page] = torch.where(chosen, new, kept)
 
-    n_pages = lengths // page_size
     longest = capacity if keys.device.type != "cpu" else int(lengths.max())
     if -(-longest // page_size) <= slots:
         pages = torch.arange(slots, dtype=torch.int32, device=keys.device)

@@ -1,6 +1,7 @@
-"""Triton kernels of a decode step: one that appends, then those of scoring, selection and attention.
+"""Triton kernels of a decode step: those of scoring, selection and attention, and one that ends it.
 
-Nothing waits for the host: lengths are read on the device, and the grids follow the capacity of the cache.
+Nothing waits for the host: lengths are read on the device, and the grids follow the capacity of the cache. The scoring
+writes the new token; the counts move on in the last kernel, after all others have read them.
 """
 
 from __future__ import annotations
@@ -8,51 +9,41 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..attend.triton import attend_triton
+from ..attend.triton import attend_splits, combine_options, combined_output
+from ..backend import programmatic_launch
 from ..layout import SummaryLayout
-from ..score.triton import quantize_query, score_prepared
-from ..select.triton import combine_partial, top_grouped_pages
+from ..score.triton import score_pages
+from ..select.triton import select_step
 from ..summarize.reference import RANK_TOLERANCE, REFIT_RIDGE
 from ..summarize.triton import packed_channels, summarize_options, summarize_page
 
 
 @triton.jit
-def _append_kernel(
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    real_ptr,
+def _end_kernel(
+    partial_out_ptr,
+    partial_lse_ptr,
+    out_ptr,
     keys_ptr,
-    values_ptr,
     counts_ptr,
-    added_ptr,
     lengths_ptr,
-    n_pages_ptr,
-    codes_ptr,
-    unit_ptr,
-    bias_ptr,
+    added_ptr,
     basis_ptr,
     coefficients_ptr,
     centroid_ptr,
     token_scales_ptr,
     scales_ptr,
-    scaling,
     rank_tolerance,
     ridge_factor,
     capacity,
-    stride_query_row,
-    stride_query_head,
-    stride_key_row,
-    stride_key_head,
-    stride_value_row,
-    stride_value_head,
+    n_splits,
+    n_rows,
     H: tl.constexpr,
     G: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    OFFSET: tl.constexpr,
-    HAS_REAL: tl.constexpr,
+    PDL: tl.constexpr,
     D: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -61,74 +52,53 @@ def _append_kernel(
     R: tl.constexpr,
     BITS: tl.constexpr,
     REFIT: tl.constexpr,
-    SQUARINGS: tl.constexpr,
     N_SCALES: tl.constexpr,
 ):
-    """Write the token of one (row, KV head), summarise the page it completes, quantise the queries."""
+    """Combine the splits of one query head; one more program a (row, KV head) summarises the page that is complete."""
     row_head = tl.program_id(0).to(tl.int64)
     row = row_head // H
-    head = row_head % H
-    channel = tl.arange(0, BLOCK_D)
-    m_channel = channel < D
-    length = tl.load(counts_ptr + row)
-    added = 1
-    if HAS_REAL:
-        added = tl.load(real_ptr + row).to(tl.int32)
-    written = tl.where(length < capacity, added, 0)
-    m_written = channel < written * D
-    position = tl.minimum(length, capacity - 1).to(tl.int64)
-    new_length = tl.minimum(length + added, capacity)
-    if head == 0:
-        tl.store(added_ptr + row, tl.where(length >= capacity, -added, added))
-        tl.store(lengths_ptr + row, new_length)
-        tl.store(n_pages_ptr + row, new_length // P)
-    b_key = tl.load(key_ptr + row * stride_key_row + head * stride_key_head + channel, mask=m_channel, other=0.0)
-    b_value = tl.load(
-        value_ptr + row * stride_value_row + head * stride_value_head + channel, mask=m_channel, other=0.0
-    )
-    o_token = (row_head * capacity + position) * D + channel
-    tl.store(keys_ptr + o_token, b_key, mask=m_written)
-    tl.store(values_ptr + o_token, b_value, mask=m_written)
-
-    group = tl.arange(0, BLOCK_G)
-    p_query = query_ptr + row * stride_query_row + (head * G + group)[:, None] * stride_query_head + channel[None, :]
-    b_query = tl.load(p_query, mask=(group < G)[:, None] & m_channel[None, :], other=0.0).to(tl.float32)
-    high, low, step = quantize_query(b_query)
-    p_codes = codes_ptr + (row_head * 2 * BLOCK_G + group)[:, None] * D + channel[None, :]
-    tl.store(p_codes, high.to(tl.int8), mask=m_channel[None, :])
-    tl.store(p_codes + BLOCK_G * D, low.to(tl.int8), mask=m_channel[None, :])
-    tl.store(unit_ptr + row_head * BLOCK_G + group, step * (scaling * 1.4426950408889634 / 254))
-    total = tl.sum((high * 254 + low).to(tl.int32), axis=1)
-    tl.store(bias_ptr + row_head * BLOCK_G + group, total * OFFSET)
-
-    if (written > 0) & (new_length % P == 0):
-        tl.debug_barrier()  # the page is read back, the token just written included
-        page = (new_length // P - 1).to(tl.int64)
-        token = tl.arange(0, BLOCK_P)
-        lane, m_lane = packed_channels(D, PARTS, BLOCK_W)
-        p_page = keys_ptr + (row_head * capacity + page * P) * D + token[:, None] * D + lane[None, :]
-        b_page = tl.load(p_page, mask=(token < P)[:, None] & m_lane[None, :], other=0.0).to(tl.float32)
-        summarize_page(
-            b_page,
-            row_head * (capacity // P) + page,
-            basis_ptr,
-            coefficients_ptr,
-            centroid_ptr,
-            token_scales_ptr,
-            scales_ptr,
-            rank_tolerance,
-            ridge_factor,
-            D,
-            PARTS,
-            BLOCK_W,
-            P,
-            BLOCK_P,
-            R,
-            BITS,
-            REFIT,
-            SQUARINGS,
-            N_SCALES,
-        )
+    g = tl.program_id(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    added = tl.load(added_ptr + row)  # 1, or 0 for padding, or -1 for a token without room
+    if g < G:
+        channel = tl.arange(0, BLOCK_D)
+        b_out = combined_output(partial_out_ptr, partial_lse_ptr, row_head, g, n_splits, G, D, BLOCK_D, BLOCK_S)
+        b_out = tl.where(added == 0, 0.0, tl.where(added < 0, float("nan"), b_out))
+        tl.store(out_ptr + (row_head * G + g) * D + channel, b_out.to(out_ptr.dtype.element_ty), mask=channel < D)
+    else:
+        if row_head % H == 0:
+            tl.store(counts_ptr + row, tl.load(counts_ptr + row) + (added != 0).to(tl.int32))
+            if row == 0:
+                tl.store(counts_ptr + n_rows, tl.load(counts_ptr + n_rows) + 1)
+        length = tl.load(lengths_ptr + row)
+        if (added > 0) & (length % P == 0):
+            page = (length // P - 1).to(tl.int64)
+            token = tl.arange(0, BLOCK_P)
+            lane, m_lane = packed_channels(D, PARTS, BLOCK_W)
+            p_page = keys_ptr + (row_head * capacity + page * P) * D + token[:, None] * D + lane[None, :]
+            b_page = tl.load(p_page, mask=(token < P)[:, None] & m_lane[None, :], other=0.0).to(tl.float32)
+            summarize_page(
+                b_page,
+                row_head * (capacity // P) + page,
+                basis_ptr,
+                coefficients_ptr,
+                centroid_ptr,
+                token_scales_ptr,
+                scales_ptr,
+                rank_tolerance,
+                ridge_factor,
+                D,
+                PARTS,
+                BLOCK_W,
+                P,
+                BLOCK_P,
+                R,
+                BITS,
+                REFIT,
+                N_SCALES,
+            )
 
 
 def decode_step_triton(
@@ -140,6 +110,7 @@ def decode_step_triton(
     values: torch.Tensor,
     summaries: dict[str, torch.Tensor],
     counts: torch.Tensor,
+    arrivals: torch.Tensor,
     layout: SummaryLayout,
     refit: bool,
     rule: str,
@@ -148,49 +119,32 @@ def decode_step_triton(
 ) -> torch.Tensor:
     """Launch the kernels; arguments and result as in :func:`locks_hf.kernels.decode.decode_step`."""
     batch, n_kv_heads, capacity, head_dim = keys.shape
-    group = query.shape[1] // n_kv_heads
-    rows, device = batch * n_kv_heads, query.device
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    block_group = max(4, triton.next_power_of_2(group))
-    codes = torch.empty((rows, 2 * block_group, head_dim), dtype=torch.int8, device=device)
-    unit = torch.empty((rows, block_group), dtype=torch.float32, device=device)
-    bias = torch.empty((rows, block_group), dtype=torch.int32, device=device)
-    added, lengths, n_pages = torch.empty((3, batch), dtype=torch.int32, device=device).unbind(0)
-    _append_kernel[(rows,)](
-        query,
-        key,
-        value,
-        None if real is None else real.view(torch.uint8),
+    group, page_size = query.shape[1] // n_kv_heads, layout.page_size
+    launch = programmatic_launch(query.device)
+    step = (key, value, real, keys, values)
+    lse, partial = score_pages(query, summaries, counts, capacity // page_size, layout, scaling, step)
+    pages, lengths, added = select_step(lse, partial, counts, real, arrivals, rule, page_size, slots)
+    partial_out, partial_lse = attend_splits(query, keys, values, pages, lengths, page_size, scaling, launch)
+    out = torch.empty((batch, n_kv_heads * group, head_dim), dtype=query.dtype, device=query.device)
+    n_splits = partial_out.shape[1]
+    sizes, summary = combine_options(n_splits, head_dim), summarize_options(layout, refit)
+    _end_kernel[(batch * n_kv_heads, group + 1)](
+        partial_out,
+        partial_lse,
+        out,
         keys,
-        values,
         counts,
-        added,
         lengths,
-        n_pages,
-        codes,
-        unit,
-        bias,
+        added,
         *(summaries[name] for name in ("basis", "coefficients", "centroid", "token_scales", "scales")),
-        scaling,
         RANK_TOLERANCE,
         REFIT_RIDGE,
         capacity,
-        query.stride(0),
-        query.stride(1),
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
+        n_splits,
+        batch,
         H=n_kv_heads,
         G=group,
-        BLOCK_G=block_group,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        OFFSET=1 << (layout.basis_bits - 1) if layout.basis_bits < 8 else 0,
-        HAS_REAL=real is not None,
-        **summarize_options(layout, refit),
+        **launch,
+        **{**summary, **sizes, "num_warps": max(summary["num_warps"], sizes["num_warps"])},
     )
-    prepared, max_pages = (codes, unit, bias), capacity // layout.page_size
-    lse, partial = score_prepared(prepared, group, summaries, n_pages, max_pages, layout)
-    rank_value, group_max = combine_partial(lse, partial, n_pages, rule)
-    pages = top_grouped_pages(rank_value, group_max, lengths, layout.page_size, slots)
-    return attend_triton(query, keys, values, pages, lengths, layout.page_size, scaling, step=(counts, added))
+    return out

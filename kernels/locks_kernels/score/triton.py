@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..backend import interpreting
+from ..backend import interpreting, programmatic_launch
 from ..layout import SummaryLayout
 
 
@@ -36,25 +37,47 @@ def quantize_query(query):
 @triton.jit
 def _prepare_kernel(
     query_ptr,
+    key_ptr,
+    value_ptr,
+    real_ptr,
+    keys_ptr,
+    values_ptr,
+    counts_ptr,
     codes_ptr,
     unit_ptr,
     bias_ptr,
     scaling,
+    capacity,
     stride_query_row,
     stride_query_head,
+    stride_key_row,
+    stride_key_head,
+    stride_value_row,
+    stride_value_head,
     H: tl.constexpr,
     G: tl.constexpr,
     BLOCK_G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    P: tl.constexpr,
     OFFSET: tl.constexpr,
+    STEP: tl.constexpr,
+    HAS_REAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Quantise the queries of one (row, KV head); ``OFFSET`` is what the stored codes of the basis are biased by."""
+    """Quantise the queries of one (row, KV head); ``OFFSET`` is what the stored codes of the basis are biased by.
+
+    As part of a decode step (``STEP``) also write the new token.
+    """
     row_head = tl.program_id(0).to(tl.int64)
+    row = row_head // H
     group = tl.arange(0, BLOCK_G)
     channel = tl.arange(0, BLOCK_D)
     m_channel = (channel < D)[None, :]
-    p_query = query_ptr + (row_head // H) * stride_query_row + channel[None, :]
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    p_query = query_ptr + row * stride_query_row + channel[None, :]
     p_query += ((row_head % H) * G + group)[:, None] * stride_query_head
     b_query = tl.load(p_query, mask=(group < G)[:, None] & m_channel, other=0.0).to(tl.float32)
     high, low, step = quantize_query(b_query)
@@ -65,6 +88,17 @@ def _prepare_kernel(
     tl.store(unit_ptr + row_head * BLOCK_G + group, step * (scaling * 1.4426950408889634 / 254))
     total = tl.sum((high * 254 + low).to(tl.int32), axis=1)
     tl.store(bias_ptr + row_head * BLOCK_G + group, total * OFFSET)
+    if STEP:
+        count = tl.load(counts_ptr + row)
+        added = 1
+        if HAS_REAL:
+            added = tl.load(real_ptr + row).to(tl.int32)
+        m_written = channel < tl.where(count < capacity * P, added, 0) * D
+        o_token = (row_head * capacity * P + tl.minimum(count, capacity * P - 1)) * D + channel
+        p_key = key_ptr + row * stride_key_row + (row_head % H) * stride_key_head
+        p_value = value_ptr + row * stride_value_row + (row_head % H) * stride_value_head
+        tl.store(keys_ptr + o_token, tl.load(p_key + channel, mask=m_written, other=0.0), mask=m_written)
+        tl.store(values_ptr + o_token, tl.load(p_value + channel, mask=m_written, other=0.0), mask=m_written)
 
 
 @triton.jit
@@ -136,7 +170,7 @@ def _score_kernel(
     centroid_ptr,
     token_scales_ptr,
     scales_ptr,
-    n_pages_ptr,
+    counts_ptr,
     lse_ptr,
     partial_ptr,
     max_pages,
@@ -158,6 +192,8 @@ def _score_kernel(
     N_SCALES: tl.constexpr,
     INLINE: tl.constexpr,
     STAGES: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Parts of the centroid, which is never packed, are those of the basis: they meet the same parts of the query.
     WIDTH: tl.constexpr = D // PARTS
@@ -167,7 +203,11 @@ def _score_kernel(
     LN2: tl.constexpr = 0.6931471805599453
     row_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(0)
-    n_pages = tl.minimum(tl.load(n_pages_ptr + row_head // H), max_pages)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    count = tl.load(counts_ptr + row_head // H)  # of pages, or as part of a step of tokens
+    n_pages = tl.minimum(count // P if STEP else count, max_pages)
     group = tl.arange(0, BLOCK_G)
     term = tl.arange(0, 2 * BLOCK_G)
     width = tl.arange(0, BLOCK_W)
@@ -304,7 +344,9 @@ class ScoreSettings:
     stages: int = 1
 
 
-def score_settings(layout: SummaryLayout, group: int, rows: int, max_pages: int) -> ScoreSettings:
+def score_settings(
+    layout: SummaryLayout, group: int, rows: int, max_pages: int, by_hand: bool = False
+) -> ScoreSettings:
     """Settings for a shape, from measurements on an H200 (head_dim 128, int4, 8 query heads a KV head).
 
     Args:
@@ -312,7 +354,11 @@ def score_settings(layout: SummaryLayout, group: int, rows: int, max_pages: int)
         group: Query heads per KV head.
         rows: Batch rows times KV heads.
         max_pages: Pages to score.
+        by_hand: For the kernel with layouts chosen by hand.
     """
+    if by_hand:
+        blocks = rows * triton.cdiv(max_pages, 64)
+        return ScoreSettings(64, max(1, min(8, blocks // 768)))
     block_rank, block_group = triton.next_power_of_2(layout.rank), max(4, triton.next_power_of_2(group))
     block_width = max(32, triton.next_power_of_2(layout.basis_width))
     # As many pages as the registers of the tiles allow.
@@ -327,116 +373,123 @@ def score_settings(layout: SummaryLayout, group: int, rows: int, max_pages: int)
     return ScoreSettings(block_pages, blocks_per_split, stages=stages)
 
 
-def prepare_query(
-    query: torch.Tensor, n_kv_heads: int, layout: SummaryLayout, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries as the score kernel takes them.
-
-    Args:
-        query: ``(B, H * G, d)``.
-        n_kv_heads: ``H``.
-        layout: Sizes of the summaries.
-        scaling: Factor on the logits.
-
-    Returns:
-        int8 terms ``(B * H, 2 * block, d)``, float32 units and int32 biases ``(B * H, block)``, with ``block`` the
-        group size rounded up to a power of two of at least 4.
-    """
-    batch, n_heads, head_dim = query.shape
-    if query.stride(-1) != 1:
-        query = query.contiguous()
-    block = max(4, triton.next_power_of_2(n_heads // n_kv_heads))
-    rows = batch * n_kv_heads
-    codes = torch.empty((rows, 2 * block, head_dim), dtype=torch.int8, device=query.device)
-    unit = torch.empty((rows, block), dtype=torch.float32, device=query.device)
-    bias = torch.empty((rows, block), dtype=torch.int32, device=query.device)
-    _prepare_kernel[(rows,)](
-        query,
-        codes,
-        unit,
-        bias,
-        scaling,
-        query.stride(0),
-        query.stride(1),
-        H=n_kv_heads,
-        G=n_heads // n_kv_heads,
-        BLOCK_G=block,
-        D=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        OFFSET=1 << (layout.basis_bits - 1) if layout.basis_bits < 8 else 0,
-        num_warps=4,
-    )
-    return codes, unit, bias
-
-
-def score_prepared(
-    prepared: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    group: int,
+def score_pages(
+    query: torch.Tensor,
     summaries: dict[str, torch.Tensor],
-    n_pages: torch.Tensor,
+    counts: torch.Tensor,
     max_pages: int,
     layout: SummaryLayout,
+    scaling: float,
+    step: tuple[torch.Tensor | None, ...] | None = None,
     settings: ScoreSettings | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Score pages for queries that :func:`prepare_query` made.
+    """Score pages; as part of a decode step also write the new token.
 
     Args:
-        prepared: Its result.
-        group: Query heads per KV head.
-        summaries: As in :func:`locks_hf.kernels.score.score`.
-        n_pages: Likewise.
+        query: As in :func:`locks_hf.kernels.score.score`.
+        summaries: Likewise.
+        counts: Pages of each row, int32 ``(B,)`` or longer; in a step, tokens of each row before the new one.
         max_pages: Likewise, at least 1.
         layout: Likewise.
+        scaling: Likewise.
+        step: The arguments ``key, value, real, keys, values`` of :func:`locks_hf.kernels.decode.decode_step`.
         settings: By default those of :func:`score_settings`.
 
     Returns:
         The log-sum-exp ``(B, H, G, max_pages)``, and float32 ``(B * H, splits, G, 2)``: largest value and sum of
-        exponentials relative to it over the pages of each split, from which normalisers are made.
+        exponentials relative to it over the pages of each split, from which normalisers are made. In a step the scores
+        of pages that a row does not have are undefined.
     """
-    codes, unit, bias = prepared
     batch, n_kv_heads, capacity, head_dim = summaries["centroid"].shape
-    rows = batch * n_kv_heads
+    group, rows = query.shape[1] // n_kv_heads, batch * n_kv_heads
     summaries = {name: array.contiguous() for name, array in summaries.items()}
-    words = layout.rank % 4 == 0
-    coefficients = summaries["coefficients"]
+    key, value, real, keys, values = step or (None,) * 5
+    query, key, value = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    token = (key, value, None if real is None else real.view(torch.uint8), keys, values)
+    strides = [stride for x in (query, key, value) for stride in ((0, 0) if x is None else x.stride()[:2])]
+    by_hand = _by_hand(layout)
     if settings is None:
-        settings = score_settings(layout, group, rows, max_pages)
+        settings = score_settings(layout, group, rows, max_pages, by_hand)
     n_splits = triton.cdiv(max_pages, settings.block_pages * settings.blocks_per_split)
-    device = codes.device
-    lse = torch.empty((batch, n_kv_heads, group, max_pages), dtype=torch.float32, device=device)
-    partial = torch.empty((rows, n_splits, group, 2), dtype=torch.float32, device=device)
+    lse = torch.empty((batch, n_kv_heads, group, max_pages), dtype=torch.float32, device=query.device)
+    partial = torch.empty((rows, n_splits, group, 2), dtype=torch.float32, device=query.device)
+    words = layout.rank % 4 == 0
+    arrays = (
+        summaries["basis"],
+        summaries["coefficients"].view(torch.int32) if words else summaries["coefficients"],
+        summaries["centroid"],
+        summaries["token_scales"],
+        summaries["scales"],
+        counts,
+        lse,
+        partial,
+    )
+    sizes = {"H": n_kv_heads, "G": group, "D": head_dim, "P": layout.page_size, "STEP": step is not None}
+    summary = {"R": layout.rank, "BITS": layout.basis_bits, "BLOCK_J": settings.block_pages}
+    options = {**programmatic_launch(query.device), "num_warps": settings.warps}
+    if by_hand:
+        from .gluon import score_kernel
+
+        score_kernel[(n_splits, rows)](
+            query,
+            *token,
+            *arrays,
+            scaling,
+            max_pages,
+            capacity,
+            n_splits,
+            settings.blocks_per_split,
+            *strides,
+            **sizes,
+            **summary,
+            **options,
+            BLOCK_G=max(8, triton.next_power_of_2(group)),
+            HAS_REAL=real is not None,
+            maxnreg=128 if group <= 8 else None,  # for 16 warps a multiprocessor
+        )
+        return lse, partial
+
+    block_group = max(4, triton.next_power_of_2(group))
+    codes = torch.empty((rows, 2 * block_group, head_dim), dtype=torch.int8, device=query.device)
+    unit = torch.empty((rows, block_group), dtype=torch.float32, device=query.device)
+    bias = torch.empty((rows, block_group), dtype=torch.int32, device=query.device)
+    _prepare_kernel[(rows,)](
+        query,
+        *token,
+        counts,
+        codes,
+        unit,
+        bias,
+        scaling,
+        capacity,
+        *strides,
+        **sizes,
+        **{**options, "num_warps": 4},
+        BLOCK_G=block_group,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        OFFSET=1 << (layout.basis_bits - 1) if layout.basis_bits < 8 else 0,
+        HAS_REAL=real is not None,
+    )
     _score_kernel[(n_splits, rows)](
         codes,
         unit,
         bias,
-        summaries["basis"],
-        coefficients.view(torch.int32) if words else coefficients,
-        summaries["centroid"],
-        summaries["token_scales"],
-        summaries["scales"],
-        n_pages,
-        lse,
-        partial,
+        *arrays,
         max_pages,
         capacity,
         n_splits,
         settings.blocks_per_split,
-        H=n_kv_heads,
-        G=group,
-        BLOCK_G=unit.shape[1],
-        D=head_dim,
-        P=layout.page_size,
-        R=layout.rank,
+        **sizes,
+        **summary,
+        **options,
+        BLOCK_G=block_group,
         BLOCK_R=triton.next_power_of_2(layout.rank),
-        BITS=layout.basis_bits,
         PARTS=layout.codes_per_byte,
         BLOCK_W=max(32, triton.next_power_of_2(layout.basis_width)),
-        BLOCK_J=settings.block_pages,
         WORDS=words,
         N_SCALES=layout.n_scales,
         INLINE=not interpreting(),
         STAGES=settings.stages,
-        num_warps=settings.warps,
         num_stages=settings.stages,
     )
     return lse, partial
@@ -451,7 +504,15 @@ def score_triton(
     scaling: float,
 ) -> torch.Tensor:
     """Launch the kernels; arguments and result as in :func:`locks_hf.kernels.score.score`."""
-    n_kv_heads = summaries["centroid"].shape[1]
-    prepared = prepare_query(query, n_kv_heads, layout, scaling)
-    group = query.shape[1] // n_kv_heads
-    return score_prepared(prepared, group, summaries, n_pages, max_pages, layout)[0]
+    return score_pages(query, summaries, n_pages, max_pages, layout, scaling)[0]
+
+
+def _by_hand(layout: SummaryLayout) -> bool:
+    """Whether the kernel with layouts chosen by hand fits the summaries; the interpreter has none."""
+    return (
+        not interpreting()
+        and layout.rank in (4, 8)
+        and layout.basis_bits in (4, 8)
+        and layout.page_size == 16
+        and layout.head_dim in (64, 128, 256)
+    )

@@ -5,6 +5,9 @@ the ``k`` groups with the largest maxima (the earlier one among equals) hold the
 outside them is beaten by one page of each. Both choices search the threshold over the ordered integer form of the
 values, in registers, and end when it separates exactly as many as are wanted. What does not fit in registers is
 searched in memory.
+
+In a decode step the last program of a (row, KV head) to have combined its pages goes on to choose among all of them;
+where they are few, one program does everything.
 """
 
 from __future__ import annotations
@@ -12,10 +15,14 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..backend import programmatic_launch
 
 _RULE_CODES = {"share": 0, "max": 1, "mass": 2}
 _GROUP = 16  # pages
 _MOST_IN_REGISTERS = 1 << 15  # values of one search: 64 a thread of 512
+_MOST_AT_ONCE = 1 << 14  # scores of a (row, KV head) that one program takes from the first to the last step
 
 
 @triton.jit
@@ -34,9 +41,58 @@ def _normalizer_kernel(lse_ptr, n_pages_ptr, partial_ptr, max_pages, HG: tl.cons
         running_sum = running_sum * tl.exp(running_max - safe) + tl.exp(value - safe)
         running_max = larger
     largest = tl.max(running_max, axis=0)
+    largest = tl.where(tl.max((running_max != running_max).to(tl.int32), axis=0) > 0, float("nan"), largest)
     safe = tl.where(largest == float("-inf"), 0.0, largest)
     tl.store(partial_ptr + row_head * 2, largest)
     tl.store(partial_ptr + row_head * 2 + 1, tl.sum(running_sum * tl.exp(running_max - safe), axis=0))
+
+
+@triton.jit
+def _log_total(maxima, sums):
+    """Log of the total mass of each column from parts along axis 0, NaN if one part is."""
+    largest = tl.max(maxima, axis=0)
+    broken = tl.max((maxima != maxima).to(tl.int32), axis=0) > 0
+    safe = tl.where(largest == float("-inf"), 0.0, largest)
+    total = safe + tl.log(tl.sum(sums * tl.exp(maxima - safe[None, :]), axis=0))
+    return tl.where(broken, float("nan"), total)
+
+
+@triton.jit
+def _normalizers(partial_ptr, row_head, n_splits, G: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Log of the total mass of each query head, from what the splits of the scoring left."""
+    group = tl.arange(0, BLOCK_G)
+    running_max = tl.full((BLOCK_S, BLOCK_G), float("-inf"), dtype=tl.float32)
+    running_sum = tl.zeros((BLOCK_S, BLOCK_G), dtype=tl.float32)
+    for start in range(0, n_splits, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        p_partial = partial_ptr + ((row_head * n_splits + split)[:, None] * G + group[None, :]) * 2
+        m_partial = (split < n_splits)[:, None] & (group < G)[None, :]
+        b_max = tl.load(p_partial, mask=m_partial, other=float("-inf"))
+        b_sum = tl.load(p_partial + 1, mask=m_partial, other=0.0)
+        larger = tl.maximum(running_max, b_max, propagate_nan=tl.PropagateNan.ALL)
+        safe = tl.where(larger == float("-inf"), 0.0, larger)
+        running_sum = running_sum * tl.exp(running_max - safe) + b_sum * tl.exp(b_max - safe)
+        running_max = larger
+    return _log_total(running_max, running_sum)
+
+
+@triton.jit
+def _rank_values(lse, normalizer, group, G: tl.constexpr, RULE: tl.constexpr):
+    """One value a page from scores ``(BLOCK_G, pages)``; see :func:`locks_hf.kernels.select.combine`."""
+    if RULE == 2:
+        largest = tl.max(lse, axis=0)
+        broken = tl.max((lse != lse).to(tl.int32), axis=0) > 0
+        safe = tl.where(largest == float("-inf"), 0.0, largest)
+        value = safe + tl.log(tl.sum(tl.exp(lse - safe[None, :]), axis=0))
+        value = tl.where(broken, float("nan"), value)
+    else:
+        share = tl.where((group < G)[:, None], tl.exp(lse - normalizer[:, None]), 0.0)
+        if RULE == 0:
+            value = tl.sum(share, axis=0) / G
+        else:
+            value = tl.max(share, axis=0)
+            value = tl.where(tl.max((share != share).to(tl.int32), axis=0) > 0, float("nan"), value)
+    return value
 
 
 @triton.jit
@@ -44,79 +100,6 @@ def _sanitized(value):
     """NaN and infinity as the largest finite value: above all others, below what is forced."""
     largest = 3.4028234663852886e38
     return tl.where(value <= largest, value, largest)
-
-
-@triton.jit
-def _combine_kernel(
-    lse_ptr,
-    partial_ptr,
-    n_pages_ptr,
-    value_ptr,
-    group_max_ptr,
-    max_pages,
-    n_splits,
-    n_groups,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    RULE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    row_head = tl.program_id(1).to(tl.int64)
-    page = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    exists = page < tl.minimum(tl.load(n_pages_ptr + row_head // H), max_pages)
-    group = tl.arange(0, BLOCK_G)
-    m_group = group < G
-    p_lse = lse_ptr + row_head * G * max_pages + (group[:, None] * max_pages + page[None, :])
-    b_lse = tl.load(p_lse, mask=m_group[:, None] & exists[None, :], other=float("-inf"))
-    if RULE == 2:
-        largest = tl.max(b_lse, axis=0)
-        broken = tl.max((b_lse != b_lse).to(tl.int32), axis=0) > 0
-        safe = tl.where(largest == float("-inf"), 0.0, largest)
-        value = safe + tl.log(tl.sum(tl.exp(b_lse - safe[None, :]), axis=0))
-        value = tl.where(broken, float("nan"), value)
-    else:
-        running_max = tl.full((BLOCK_S, BLOCK_G), float("-inf"), dtype=tl.float32)
-        running_sum = tl.zeros((BLOCK_S, BLOCK_G), dtype=tl.float32)
-        for start in range(0, n_splits, BLOCK_S):
-            split = start + tl.arange(0, BLOCK_S)
-            p_partial = partial_ptr + ((row_head * n_splits + split)[:, None] * G + group[None, :]) * 2
-            m_partial = (split < n_splits)[:, None] & m_group[None, :]
-            b_max = tl.load(p_partial, mask=m_partial, other=float("-inf"))
-            b_sum = tl.load(p_partial + 1, mask=m_partial, other=0.0)
-            larger = tl.maximum(running_max, b_max, propagate_nan=tl.PropagateNan.ALL)
-            safe = tl.where(larger == float("-inf"), 0.0, larger)
-            running_sum = running_sum * tl.exp(running_max - safe) + b_sum * tl.exp(b_max - safe)
-            running_max = larger
-        largest = tl.max(running_max, axis=0)
-        broken = tl.max((running_max != running_max).to(tl.int32), axis=0) > 0
-        safe = tl.where(largest == float("-inf"), 0.0, largest)
-        normalizer = safe + tl.log(tl.sum(running_sum * tl.exp(running_max - safe[None, :]), axis=0))
-        normalizer = tl.where(broken, float("nan"), normalizer)
-        share = tl.exp(b_lse - normalizer[:, None])
-        share = tl.where(m_group[:, None], share, 0.0)
-        if RULE == 0:
-            value = tl.sum(share, axis=0) / G
-        else:
-            value = tl.max(share, axis=0)
-            value = tl.where(tl.max((share != share).to(tl.int32), axis=0) > 0, float("nan"), value)
-    value = tl.where(exists, value, float("-inf"))
-    tl.store(value_ptr + row_head * max_pages + page, value, mask=page < max_pages)
-    biggest = tl.max(tl.reshape(_sanitized(value), (BLOCK // GROUP, GROUP)), axis=1)
-    o_group = tl.program_id(0) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-    tl.store(group_max_ptr + row_head * n_groups + o_group, biggest, mask=o_group < n_groups)
-
-
-@triton.jit
-def _group_max_kernel(value_ptr, group_max_ptr, max_pages, n_groups, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Largest value of each group of pages."""
-    row_head = tl.program_id(1).to(tl.int64)
-    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    page = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    value = tl.load(value_ptr + row_head * max_pages + page, mask=page < max_pages, other=float("-inf"))
-    tl.store(group_max_ptr + row_head * n_groups + group, tl.max(_sanitized(value), axis=1), mask=group < n_groups)
 
 
 @triton.jit
@@ -138,22 +121,23 @@ def _popcount(word):
 
 @triton.jit
 def _rank(chosen, S: tl.constexpr):
-    """How many chosen ones come before each entry of an ``(S, C)`` tile that counts down its columns; ``S <= 32``."""
-    row = tl.arange(0, S)[:, None].to(tl.uint32)
-    bit = tl.full((), 1, tl.uint32) << row
-    bits = tl.sum(tl.where(chosen, bit, 0), axis=0)
+    """How many chosen ones come before each entry of a ``(C, S)`` tile that counts along its rows; ``S <= 32``."""
+    column = tl.arange(0, S)[None, :].to(tl.uint32)
+    bit = tl.full((), 1, tl.uint32) << column
+    bits = tl.sum(tl.where(chosen, bit, 0), axis=1)
     count = _popcount(bits).to(tl.int32)
     before = tl.cumsum(count, axis=0) - count
-    return before[None, :] + _popcount(bits[None, :] & (bit - 1)).to(tl.int32)
+    return before[:, None] + _popcount(bits[:, None] & (bit - 1)).to(tl.int32)
 
 
 @triton.jit
 def _choose(key, wanted, low, S: tl.constexpr):
-    """Mark the ``wanted`` largest keys of an ``(S, C)`` tile, earlier ones first among equals.
+    """Mark the ``wanted`` largest of the positive keys of a ``(C, S)`` tile, earlier ones first among equals.
 
     At least ``wanted`` keys reach ``low``. Returns the marks and a threshold that exactly or at least as many reach.
     """
     high = tl.max(key) + 1
+    low = tl.maximum(low, tl.min(tl.where(key > 0, key, 0xFFFFFFFF)))
     count = tl.sum((key >= low).to(tl.int32))
     while (high - low > 1) & (count != wanted):
         middle = low + (high - low) // 2
@@ -172,6 +156,214 @@ def _choose(key, wanted, low, S: tl.constexpr):
 
 
 @triton.jit
+def _best_pages(
+    p_value,
+    p_group_max,
+    p_groups,
+    p_pages,
+    n_scored,
+    n_total,
+    slots,
+    GROUP: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Write the first, the last and the best other pages of one (row, KV head), ascending, then -1.
+
+    Pages up to ``n_scored`` have values and groups of them maxima; ``n_total`` exist.
+    """
+    last = n_total - 1
+    wanted = tl.minimum(slots, n_total)
+    forced = tl.minimum(n_total, 2)
+    used_groups = (n_total + GROUP - 1) // GROUP
+    index = tl.arange(0, BLOCK_K)
+    low = tl.full((), 1, dtype=tl.uint32)
+    n_candidates = used_groups
+    candidate = index
+    if used_groups > slots:
+        group = tl.arange(0, C)[:, None] * S + tl.arange(0, S)[None, :]
+        biggest = tl.load(p_group_max + group, mask=group * GROUP < n_scored, other=float("-inf"))
+        m_forced = (group == 0) | (group == last // GROUP)
+        key = tl.where(m_forced | (group >= used_groups), 0, _ordered(biggest))
+        # Each chosen group has a page that reaches the threshold, so that it bounds the search among their pages too.
+        chosen, low = _choose(key, slots - 2, low, S)
+        chosen = chosen | m_forced
+        tl.store(p_groups + _rank(chosen, S), group, mask=chosen)
+        n_candidates = slots + 0
+        tl.debug_barrier()
+        candidate = tl.load(p_groups + index, mask=index < slots, other=0)
+    page = candidate[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    m_page = (index < n_candidates)[:, None] & (page < n_total)
+    value = tl.load(p_value + page, mask=m_page & (page < n_scored), other=float("-inf"))
+    m_forced = m_page & ((page == 0) | (page == last))
+    key = tl.where(m_page & (page != 0) & (page != last), _ordered(value), 0)
+    chosen = m_forced
+    if wanted > forced:
+        best, low = _choose(key, wanted - forced, low, GROUP)
+        chosen = chosen | best
+    tl.store(p_pages + _rank(chosen, GROUP), page, mask=chosen)
+    tl.store(p_pages + index, index * 0 - 1, mask=(index >= wanted) & (index < slots))
+
+
+@triton.jit
+def _counted(counts_ptr, real_ptr, row, capacity, P: tl.constexpr, HAS_REAL: tl.constexpr):
+    """Of a row in a decode step: pages that are scored, tokens with the new one, and 1, 0 (padding) or -1 (no room)."""
+    count = tl.load(counts_ptr + row)
+    added = 1
+    if HAS_REAL:
+        added = tl.load(real_ptr + row).to(tl.int32)
+    length = tl.minimum(count + added, capacity * P)
+    return tl.minimum(count // P, capacity), length, tl.where(count < capacity * P, added, -added)
+
+
+@triton.jit
+def _combine_kernel(
+    lse_ptr,
+    partial_ptr,
+    counts_ptr,
+    real_ptr,
+    value_ptr,
+    group_max_ptr,
+    groups_ptr,
+    pages_ptr,
+    lengths_ptr,
+    added_ptr,
+    arrivals_ptr,
+    max_pages,
+    n_splits,
+    n_groups,
+    slots,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    P: tl.constexpr,
+    RULE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEP: tl.constexpr,
+    CHOOSE: tl.constexpr,
+    HAS_REAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Values of a block of pages and the largest of each group of them; in a decode step also the choice of pages."""
+    row_head = tl.program_id(1).to(tl.int64)
+    row = row_head // H
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if STEP:
+        n_pages, length, added = _counted(counts_ptr, real_ptr, row, max_pages, P, HAS_REAL)
+        if (tl.program_id(0) == 0) & (row_head % H == 0):
+            tl.store(lengths_ptr + row, length)
+            tl.store(added_ptr + row, added)
+    else:
+        n_pages = tl.minimum(tl.load(counts_ptr + row), max_pages)
+    page = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = page < n_pages
+    group = tl.arange(0, BLOCK_G)
+    p_lse = lse_ptr + row_head * G * max_pages + (group[:, None] * max_pages + page[None, :])
+    b_lse = tl.load(p_lse, mask=(group < G)[:, None] & exists[None, :], other=float("-inf"))
+    normalizer = tl.zeros((BLOCK_G,), dtype=tl.float32)
+    if RULE != 2:
+        normalizer = _normalizers(partial_ptr, row_head, n_splits, G, BLOCK_G, BLOCK_S)
+    value = tl.where(exists, _rank_values(b_lse, normalizer, group, G, RULE), float("-inf"))
+    tl.store(value_ptr + row_head * max_pages + page, value, mask=page < max_pages)
+    biggest = tl.max(tl.reshape(_sanitized(value), (BLOCK // GROUP, GROUP)), axis=1)
+    o_group = tl.program_id(0) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    tl.store(group_max_ptr + row_head * n_groups + o_group, biggest, mask=o_group < n_groups)
+    if CHOOSE:
+        tl.debug_barrier()  # all threads have stored
+        arrived = tl.atomic_add(arrivals_ptr + row_head, 1, sem="acq_rel")
+        if arrived == tl.num_programs(0) - 1:
+            tl.store(arrivals_ptr + row_head, 0)
+            _best_pages(
+                value_ptr + row_head * max_pages,
+                group_max_ptr + row_head * n_groups,
+                groups_ptr + row_head * BLOCK_K,
+                pages_ptr + row_head * slots,
+                n_pages,
+                (length + P - 1) // P,
+                slots,
+                GROUP,
+                C,
+                S,
+                BLOCK_K,
+            )
+
+
+@triton.jit
+def _select_kernel(
+    lse_ptr,
+    counts_ptr,
+    real_ptr,
+    pages_ptr,
+    lengths_ptr,
+    added_ptr,
+    max_pages,
+    slots,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    P: tl.constexpr,
+    RULE: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    HAS_REAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The choice of pages of one (row, KV head) in a decode step, from the scores on: for few pages."""
+    row_head = tl.program_id(0).to(tl.int64)
+    row = row_head // H
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    n_pages, length, added = _counted(counts_ptr, real_ptr, row, max_pages, P, HAS_REAL)
+    if row_head % H == 0:
+        tl.store(lengths_ptr + row, length)
+        tl.store(added_ptr + row, added)
+    group = tl.arange(0, BLOCK_G)
+    page = tl.arange(0, C * S)
+    exists = page < n_pages
+    p_lse = lse_ptr + row_head * G * max_pages + (group[:, None] * max_pages + page[None, :])
+    b_lse = tl.load(p_lse, mask=(group < G)[:, None] & exists[None, :], other=float("-inf"))
+    normalizer = tl.zeros((BLOCK_G,), dtype=tl.float32)
+    if RULE != 2:
+        normalizer = _log_total(tl.trans(b_lse), tl.full((C * S, BLOCK_G), 1.0, dtype=tl.float32))
+    value = tl.where(exists, _rank_values(b_lse, normalizer, group, G, RULE), float("-inf"))
+    value = tl.reshape(value, (C, S))
+    page = tl.reshape(page, (C, S))
+    n_total = (length + P - 1) // P
+    last = n_total - 1
+    wanted = tl.minimum(slots, n_total)
+    forced = tl.minimum(n_total, 2)
+    chosen = (page < n_total) & ((page == 0) | (page == last))
+    if wanted > forced:
+        key = tl.where((page < n_pages) & (page != 0) & (page != last), _ordered(value), 0)
+        best, _ = _choose(key, wanted - forced, tl.full((), 1, dtype=tl.uint32), S)
+        chosen = chosen | best
+    p_pages = pages_ptr + row_head * slots
+    tl.store(p_pages + _rank(chosen, S), page, mask=chosen)
+    for start in range(wanted, slots, C):
+        index = start + tl.arange(0, C)
+        tl.store(p_pages + index, index * 0 - 1, mask=index < slots)
+
+
+@triton.jit
+def _group_max_kernel(value_ptr, group_max_ptr, max_pages, n_groups, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Largest value of each group of pages."""
+    row_head = tl.program_id(1).to(tl.int64)
+    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    page = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    value = tl.load(value_ptr + row_head * max_pages + page, mask=page < max_pages, other=float("-inf"))
+    tl.store(group_max_ptr + row_head * n_groups + group, tl.max(_sanitized(value), axis=1), mask=group < n_groups)
+
+
+@triton.jit
 def _top_pages_kernel(
     value_ptr,
     group_max_ptr,
@@ -184,48 +376,25 @@ def _top_pages_kernel(
     H: tl.constexpr,
     P: tl.constexpr,
     GROUP: tl.constexpr,
-    S: tl.constexpr,
     C: tl.constexpr,
+    S: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     row_head = tl.program_id(0).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + row_head // H), max_complete * P + P - 1)
-    n_complete = length // P
-    n_total = (length + P - 1) // P
-    last = n_total - 1
-    wanted = tl.minimum(slots, n_total)
-    forced = tl.minimum(n_total, 2)
-    used_groups = (n_total + GROUP - 1) // GROUP
-    index = tl.arange(0, BLOCK_K)
-    low = tl.full((), 1, dtype=tl.uint32)
-    n_candidates = used_groups
-    candidate = index
-    if used_groups > slots:
-        p_groups = groups_ptr + row_head * BLOCK_K
-        group = tl.arange(0, S)[:, None] + tl.arange(0, C)[None, :] * S
-        m_group = (group < n_groups) & (group * GROUP < n_complete)
-        biggest = tl.load(group_max_ptr + row_head * n_groups + group, mask=m_group, other=float("-inf"))
-        m_forced = (group == 0) | (group == last // GROUP)
-        key = tl.where(m_forced | (group >= used_groups), 0, _ordered(biggest))
-        # Each chosen group has a page that reaches the threshold, so that it bounds the search among their pages too.
-        chosen, low = _choose(key, slots - 2, low, S)
-        chosen = chosen | m_forced
-        tl.store(p_groups + _rank(chosen, S), group, mask=chosen)
-        n_candidates = slots + 0
-        tl.debug_barrier()
-        candidate = tl.load(p_groups + index, mask=index < slots, other=0)
-    page = candidate[None, :] * GROUP + tl.arange(0, GROUP)[:, None]
-    m_page = (index < n_candidates)[None, :] & (page < n_total)
-    value = tl.load(value_ptr + row_head * max_complete + page, mask=m_page & (page < n_complete), other=float("-inf"))
-    m_forced = m_page & ((page == 0) | (page == last))
-    key = tl.where(m_page & (page != 0) & (page != last), _ordered(value), 0)
-    chosen = m_forced
-    if wanted > forced:
-        best, low = _choose(key, wanted - forced, low, GROUP)
-        chosen = chosen | best
-    p_pages = pages_ptr + row_head * slots
-    tl.store(p_pages + _rank(chosen, GROUP), page, mask=chosen)
-    tl.store(p_pages + index, index * 0 - 1, mask=(index >= wanted) & (index < slots))
+    _best_pages(
+        value_ptr + row_head * max_complete,
+        group_max_ptr + row_head * n_groups,
+        groups_ptr + row_head * BLOCK_K,
+        pages_ptr + row_head * slots,
+        length // P,
+        (length + P - 1) // P,
+        slots,
+        GROUP,
+        C,
+        S,
+        BLOCK_K,
+    )
 
 
 @triton.jit
@@ -297,46 +466,134 @@ def combine_triton(lse: torch.Tensor, n_pages: torch.Tensor, rule: str) -> torch
         _normalizer_kernel[(batch * n_kv_heads * group,)](
             lse, n_pages, partial, max_pages, HG=n_kv_heads * group, BLOCK=1024, num_warps=4
         )
-    return combine_partial(lse, partial, n_pages, rule)[0]
+    return _launch_combine(lse, partial, n_pages, rule)[0]
 
 
-def combine_partial(
-    lse: torch.Tensor, partial: torch.Tensor, n_pages: torch.Tensor, rule: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Combine scores whose normalisers are known in parts.
+def select_step(
+    lse: torch.Tensor,
+    partial: torch.Tensor,
+    counts: torch.Tensor,
+    real: torch.Tensor | None,
+    arrivals: torch.Tensor,
+    rule: str,
+    page_size: int,
+    slots: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Choose the pages of a decode step from what :func:`locks_hf.kernels.score.triton.score_pages` left.
 
     Args:
-        lse: Page log-sum-exp, float32 ``(B, H, G, J)``, contiguous.
-        partial: What :func:`locks_hf.kernels.score.triton.score_prepared` returns with it.
-        n_pages: Complete pages of each row, int32 ``(B,)``.
-        rule: As in :func:`locks_hf.kernels.select.combine`.
+        lse: Page log-sum-exp, float32 ``(B, H, G, J)``, contiguous, with ``J`` the capacity in pages.
+        partial: What is returned with it.
+        counts: Tokens of each row before the new one, int32 ``(B,)`` or longer.
+        real: As in :func:`locks_hf.kernels.decode.decode_step`.
+        arrivals: Likewise.
+        rule: Likewise.
+        page_size: Tokens a page.
+        slots: Pages to choose, at least 2.
 
     Returns:
-        Values ``(B, H, J)``, and the largest of each group of 16 pages ``(B * H, ceil(J / 16))``.
+        int32 ``(B, H, slots)``, ascending and ended by -1; int32 ``(B,)`` of the tokens of each row with the new one;
+        and int32 ``(B,)``: 1 where there is one, 0 where it is padding, -1 where it has no room.
     """
     batch, n_kv_heads, group, max_pages = lse.shape
+    rows, device = batch * n_kv_heads, lse.device
+    pages = torch.empty((batch, n_kv_heads, slots), dtype=torch.int32, device=device)
+    lengths, added = torch.empty((2, batch), dtype=torch.int32, device=device).unbind(0)
+    block_group, block_pages = triton.next_power_of_2(group), max(128, triton.next_power_of_2(max_pages + 1))
+    if block_group * block_pages <= _MOST_AT_ONCE:
+        columns = max(1, block_pages // 128)
+        _select_kernel[(rows,)](
+            lse,
+            counts,
+            None if real is None else real.view(torch.uint8),
+            pages,
+            lengths,
+            added,
+            max_pages,
+            slots,
+            H=n_kv_heads,
+            G=group,
+            BLOCK_G=block_group,
+            P=page_size,
+            RULE=_RULE_CODES[rule],
+            C=block_pages // columns,
+            S=columns,
+            HAS_REAL=real is not None,
+            **programmatic_launch(device),
+            num_warps=max(4, min(16, block_group * block_pages // 1024)),
+        )
+        return pages, lengths, added
+    step = (real, pages, lengths, added, arrivals, page_size)
+    value, _ = _launch_combine(lse, partial, counts, rule, step)
+    if _search(max_pages, slots) is None:
+        _search_pages_kernel[(rows,)](
+            value, lengths, pages, max_pages, slots, H=n_kv_heads, P=page_size, BLOCK=1024, num_warps=4
+        )
+    return pages, lengths, added
+
+
+def _search(max_pages: int, slots: int) -> dict[str, int] | None:
+    """Sizes of the search in registers, or ``None`` if it does not fit there."""
+    n_groups = triton.cdiv(max_pages, _GROUP)
+    block_groups = max(128, triton.next_power_of_2(n_groups + 1))  # the most recent page may begin another group
+    block_slots = triton.next_power_of_2(slots)
+    if max(block_groups, block_slots * _GROUP) > _MOST_IN_REGISTERS:
+        return None
+    columns = min(32, max(1, block_groups // 128))
+    return {"C": block_groups // columns, "S": columns, "BLOCK_K": block_slots}
+
+
+def _search_warps(sizes: dict[str, int]) -> int:
+    largest = max(sizes["C"] * sizes["S"], sizes["BLOCK_K"] * _GROUP)
+    return 4 if largest <= 4096 else 8 if largest <= 8192 else 16
+
+
+def _launch_combine(
+    lse: torch.Tensor, partial: torch.Tensor, counts: torch.Tensor, rule: str, step: tuple | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values ``(B, H, J)`` and the largest of each group of 16 pages; in a decode step also the pages, if they fit."""
+    batch, n_kv_heads, group, max_pages = lse.shape
     rows, n_splits = partial.shape[:2]
+    real, pages, lengths, added, arrivals, page_size = step or (None,) * 6
     n_groups = triton.cdiv(max_pages, _GROUP)
     value = torch.empty((batch, n_kv_heads, max_pages), dtype=torch.float32, device=lse.device)
     group_max = torch.empty((rows, n_groups), dtype=torch.float32, device=lse.device)
     # Every program reads all parts of the normalisers: many parts want few programs.
     block, warps = (512, 4) if n_splits < 64 else (1024, 8)
+    sizes = None if step is None else _search(max_pages, pages.shape[-1])
+    groups = None
+    if sizes is not None:
+        groups = torch.empty((rows, sizes["BLOCK_K"]), dtype=torch.int32, device=lse.device)
+        warps = max(warps, _search_warps(sizes))
     _combine_kernel[(triton.cdiv(max_pages, block), rows)](
         lse,
         partial,
-        n_pages,
+        counts,
+        None if real is None else real.view(torch.uint8),
         value,
         group_max,
+        groups,
+        pages,
+        lengths,
+        added,
+        arrivals,
         max_pages,
         n_splits,
         n_groups,
+        0 if pages is None else pages.shape[-1],
         H=n_kv_heads,
         G=group,
         BLOCK_G=triton.next_power_of_2(group),
+        P=page_size,
         RULE=_RULE_CODES[rule],
         BLOCK=block,
         GROUP=_GROUP,
         BLOCK_S=64,
+        STEP=step is not None,
+        CHOOSE=sizes is not None,
+        HAS_REAL=real is not None,
+        **(sizes or {"C": 1, "S": 1, "BLOCK_K": 1}),
+        **programmatic_launch(lse.device),
         num_warps=warps,
     )
     return value, group_max
@@ -345,59 +602,34 @@ def combine_partial(
 def top_pages_triton(value: torch.Tensor, lengths: torch.Tensor, page_size: int, slots: int) -> torch.Tensor:
     """Launch the kernels; arguments and result as in :func:`locks_hf.kernels.select.top_pages`."""
     value = value.contiguous()
-    max_pages = value.shape[-1]
-    rows, n_groups = value.shape[0] * value.shape[1], triton.cdiv(max_pages, _GROUP)
+    batch, n_kv_heads, max_pages = value.shape
+    rows, n_groups = batch * n_kv_heads, triton.cdiv(max_pages, _GROUP)
+    pages = torch.empty((batch, n_kv_heads, slots), dtype=torch.int32, device=value.device)
+    sizes = _search(max_pages, slots)
+    if sizes is None:
+        _search_pages_kernel[(rows,)](
+            value, lengths, pages, max_pages, slots, H=n_kv_heads, P=page_size, BLOCK=1024, num_warps=4
+        )
+        return pages
     group_max = torch.empty((rows, n_groups), dtype=torch.float32, device=value.device)
     if n_groups:
         _group_max_kernel[(triton.cdiv(n_groups, 64), rows)](
             value, group_max, max_pages, n_groups, GROUP=_GROUP, BLOCK=64, num_warps=4
         )
-    return top_grouped_pages(value, group_max, lengths, page_size, slots)
-
-
-def top_grouped_pages(
-    value: torch.Tensor, group_max: torch.Tensor, lengths: torch.Tensor, page_size: int, slots: int
-) -> torch.Tensor:
-    """Choose pages whose groups' largest values are known.
-
-    Args:
-        value: As in :func:`locks_hf.kernels.select.top_pages`, contiguous.
-        group_max: What :func:`combine_partial` returns with it.
-        lengths: As in :func:`locks_hf.kernels.select.top_pages`.
-        page_size: Likewise.
-        slots: Likewise.
-
-    Returns:
-        int32 ``(B, H, slots)``, likewise.
-    """
-    batch, n_kv_heads, max_complete = value.shape
-    rows, n_groups = group_max.shape
-    pages = torch.empty((batch, n_kv_heads, slots), dtype=torch.int32, device=value.device)
-    block_groups = max(128, triton.next_power_of_2(n_groups + 1))  # the most recent page may begin another group
-    block_slots = triton.next_power_of_2(slots)
-    largest = max(block_groups, block_slots * _GROUP)
-    if largest > _MOST_IN_REGISTERS:
-        _search_pages_kernel[(rows,)](
-            value, lengths, pages, max_complete, slots, H=n_kv_heads, P=page_size, BLOCK=1024, num_warps=4
-        )
-        return pages
-    columns = max(128, block_groups // 32)
-    groups = torch.empty((rows, block_slots), dtype=torch.int32, device=value.device)
+    groups = torch.empty((rows, sizes["BLOCK_K"]), dtype=torch.int32, device=value.device)
     _top_pages_kernel[(rows,)](
         value,
         group_max,
         lengths,
         groups,
         pages,
-        max_complete,
+        max_pages,
         n_groups,
         slots,
         H=n_kv_heads,
         P=page_size,
         GROUP=_GROUP,
-        S=block_groups // columns,
-        C=columns,
-        BLOCK_K=block_slots,
-        num_warps=4 if largest <= 4096 else 8 if largest <= 8192 else 16,
+        **sizes,
+        num_warps=_search_warps(sizes),
     )
     return pages
