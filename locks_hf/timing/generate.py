@@ -14,13 +14,15 @@ from itertools import product
 import torch
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
-from locks_hf import LocksCache
+from locks_hf import LocksCache, patch
 
 from .arms import Arm, Bench, needs, on, parse_arms
 from .fill import cache_argument, random_tokens
 from .harness import Protocol
 from .run import Run, add_options, open_run, plan_memory, positive, progress, tokens
 from .tables import generate_table
+
+HOW = ("compile", "graphs")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contexts", type=tokens, nargs="+", default=[128 << 10], metavar="TOKENS")
     parser.add_argument("--batch", type=positive, nargs="+", default=[1])
     parser.add_argument("--arms", nargs="+", default=["locks-r4i4", "dynamic"], metavar="ARM")
+    parser.add_argument(
+        "--how",
+        nargs="+",
+        choices=HOW,
+        default=list(HOW),
+        help="how Locks decodes: compiled by Transformers, or recorded with patch(model, cuda_graphs=True)",
+    )
     parser.add_argument("--new", type=tokens, default=256, metavar="TOKENS", help="tokens generated")
     parser.add_argument("--skip", type=tokens, default=64, metavar="TOKENS", help="of them, before the steady state")
     parser.add_argument("--fill", choices=("synthetic", "prefill"), default="synthetic")
@@ -59,12 +68,14 @@ def _measure(this: Run) -> None:
     for arm in arms:
         if not arm.locks and arm.name != "dynamic":
             raise ValueError(f"generate compares locks-r<rank>i<bits> and dynamic, not {arm.name}")
-    cells = []
+    cells, places = [], []
     for batch, context in product(args.batch, args.contexts):
         for arm in arms:
-            cell = {"context": context, "batch": batch, "arm": arm.name}
-            cells.append((cell, needs(this.shape, arm, context, batch, 2 * args.new + 2048, this.dtype, this.clock)))
-    places = arms * (len(cells) // max(1, len(arms)))
+            for how in dict.fromkeys(args.how) if arm.locks else ("eager",):
+                cell = {"context": context, "batch": batch, "arm": arm.name, "how": how}
+                room = 2 * args.new + 2048
+                cells.append((cell, needs(this.shape, arm, context, batch, room, this.dtype, this.clock)))
+                places.append(arm)
     refused = plan_memory(this, cells)
     this.begin({"contexts": args.contexts, "batches": args.batch, "arms": [arm.name for arm in arms]})
     todo = [place for place, (cell, _) in enumerate(cells) if not this.store.has(cell)]
@@ -100,7 +111,7 @@ def time_generate(bench: Bench, arm: Arm, cell: dict, new: int, skip: int) -> di
     Args:
         bench: What all cells share.
         arm: The arm.
-        cell: Its ``context`` and ``batch``.
+        cell: Its ``context``, ``batch`` and ``how`` it decodes.
         new: Tokens to generate.
         skip: Tokens before the steady state.
 
@@ -121,7 +132,7 @@ def time_generate(bench: Bench, arm: Arm, cell: dict, new: int, skip: int) -> di
     ends, settings.eos_token_id = settings.eos_token_id, None
     bench.clock.wait()
     try:
-        with on(model, implementation):
+        with patch(model, cuda_graphs=cell["how"] == "graphs") if arm.locks else on(model, "sdpa"):
             start = time.perf_counter()
             output = model.generate(
                 prompt,

@@ -144,7 +144,7 @@ def longgen_table(cells: Sequence[dict], is_measurement: bool) -> str:
         what = cell["cell"]
         first = [parse_arm(what["arm"]).label, show_tokens(what["prompt"]), show_tokens(what["new"])]
         if cell["status"] != "ok":
-            rows.append([*first, cell["status"], *("-",) * 5, _short(cell.get("reason", ""))])
+            rows.append([*first, cell["status"], *("-",) * 4, _short(cell.get("reason", ""))])
             continue
         rows.append(
             [
@@ -170,7 +170,7 @@ def kernels_table(cells: Sequence[dict], is_measurement: bool) -> str:
         first = [what["op"], show_tokens(what["context"]) if "context" in what else "-", what.get("arm", "-")]
         first.append(str(what.get("batch", "-")))
         if cell["status"] != "ok":
-            rows.append([*first, cell["status"], *("-",) * 4, _short(cell.get("reason", ""))])
+            rows.append([*first, cell["status"], *("-",) * 3, _short(cell.get("reason", ""))])
             continue
         share = None if read is None else 100 * cell["gb_per_s"] / read["gb_per_s"]
         rows.append(
@@ -192,9 +192,9 @@ def generate_table(cells: Sequence[dict], is_measurement: bool) -> str:
     rows = []
     for cell in cells:
         what = cell["cell"]
-        first = [show_tokens(what["context"]), str(what["batch"]), parse_arm(what["arm"]).label]
+        first = [show_tokens(what["context"]), str(what["batch"]), parse_arm(what["arm"]).label, what["how"]]
         if cell["status"] != "ok":
-            rows.append([*first, cell["status"], *("-",) * 5, _short(cell.get("reason", ""))])
+            rows.append([*first, cell["status"], *("-",) * 4, _short(cell.get("reason", ""))])
             continue
         base = find(cells, context=what["context"], batch=what["batch"], arm="dynamic")
         gain = None if base is None or base is cell else cell["tokens_per_s"] / base["tokens_per_s"]
@@ -209,7 +209,7 @@ def generate_table(cells: Sequence[dict], is_measurement: bool) -> str:
                 cell.get("note", ""),
             ]
         )
-    header = ["context", "batch", "cache", "tokens/s", "ms/token", "against DynamicCache", "first token s"]
+    header = ["context", "batch", "cache", "how", "tokens/s", "ms/token", "against DynamicCache", "first token s"]
     return with_banner(markdown([*header, "start-up s", "remarks"], rows), is_measurement)
 
 

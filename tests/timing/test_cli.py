@@ -175,9 +175,11 @@ def test_kernels_times_every_op_beside_the_ceiling(tmp_path, capsys):
 def test_generate_itself_is_timed_with_its_start_apart(tmp_path, capsys):
     command = ["generate", *TINY, "--contexts", "200", "--new", "12", "--skip", "4", "--output", str(tmp_path)]
     assert main(command) == 0
-    locks, dynamic = cells_of(tmp_path)
-    assert (locks["sparse_steps"], locks["dense_steps"]) == (12, 0)
-    for cell in (locks, dynamic):
+    compiled, recorded, dynamic = cells_of(tmp_path)
+    assert [cell["cell"]["how"] for cell in (compiled, recorded, dynamic)] == ["compile", "graphs", "eager"]
+    for cell in (compiled, recorded):
+        assert (cell["sparse_steps"], cell["dense_steps"]) == (12, 0)
+    for cell in (compiled, recorded, dynamic):
         assert cell["status"] == "ok" and cell["ms_per_token"] > 0 and cell["first_token_s"] > 0
     assert "against DynamicCache" in capsys.readouterr().out
 
@@ -272,6 +274,27 @@ def test_nan_in_the_cache_is_an_error_cell_not_a_time(tmp_path, monkeypatch, arm
     assert decode_run(tmp_path, "--contexts", "200", "--arms", arm) == 0
     (cell,) = cells_of(tmp_path)
     assert cell["status"] == "error" and "not finite" in cell["reason"] and "ms_mean" not in cell
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "command"),
+    (
+        ("prefill", "time_prefill", ["prefill", "--contexts", "64", "--arms", "sdpa"]),
+        ("longgen", "_grow", ["longgen", "--prompt", "64", "--new", "20", "--arms", "locks-r4i4"]),
+        ("kernels", "_time", ["kernels", "--contexts", "64", "--arms", "locks-r4i4"]),
+        ("generate", "time_generate", ["generate", "--contexts", "64", "--arms", "dynamic"]),
+    ),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_table_shows_what_failed(tmp_path, capsys, monkeypatch, module, name, command):
+    def fail(*args):
+        raise KeyError("of its own kind")
+
+    monkeypatch.setattr(f"locks_hf.timing.{module}.{name}", fail)
+    assert main([*command, *TINY, "--output", str(tmp_path)]) == 0
+    assert "error" in capsys.readouterr().out
+    failed = [cell for cell in cells_of(tmp_path) if cell["status"] == "error"]
+    assert failed and all("of its own kind" in cell["reason"] and "fail" in cell["traceback"] for cell in failed)
 
 
 def test_a_directory_of_other_settings_is_refused(tmp_path, capsys):
