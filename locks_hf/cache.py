@@ -919,6 +919,27 @@ class LocksCache(Cache):
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def load_states(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
+        """Append tokens to a layer that come from elsewhere than a forward pass, as a prompt would have.
+
+        Load into all layers alike before a model continues the cache.
+
+        Args:
+            key_states: Post-RoPE keys ``(B, H, n, d)``, all of them real tokens.
+            value_states: Values, likewise.
+            layer_idx: The layer.
+
+        Raises:
+            ValueError: As :meth:`update`, if the tokens do not fit ``max_cache_len``, and if the layer is not one of
+                :attr:`locks_layers`.
+        """
+        if layer_idx < len(self.layers) and not isinstance(self.layers[layer_idx], LocksLayer):
+            kind = type(self.layers[layer_idx]).__name__
+            raise ValueError(f"layer {layer_idx} is a {kind}, which Locks does not fill: load into the others alone")
+        returned, _ = self.update(key_states, value_states, layer_idx)
+        handoff.take(returned)
+        self.layers[layer_idx].commit(None)
+
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args, **kwargs) -> torch.Tensor:
         """As in :class:`transformers.Cache`.
 
