@@ -191,7 +191,7 @@ def _sparse_steps(layer: LocksLayer, query: torch.Tensor, scaling: float) -> tor
     """
     config, selector = layer.config, layer.selector
     size = query.shape[2]
-    out = torch.empty((query.shape[0], size, query.shape[1], query.shape[3]), dtype=query.dtype, device=query.device)
+    outputs = []
     for i in range(size):
         back = size - 1 - i
         view = layer.page_view(back)
@@ -199,9 +199,10 @@ def _sparse_steps(layer: LocksLayer, query: torch.Tensor, scaling: float) -> tor
         with torch.autocast(query.device.type, enabled=False):
             pages = selector.select(one_query, view, config, scaling)
             _check_selection(pages, layer)
-            out[:, i] = attend(
+            output = attend(
                 one_query, layer.key_buffer, layer.value_buffer, pages, view.lengths, config.page_size, scaling
             )
+        outputs.append(output.to(query.dtype))
         lengths = [max(0, length - back) for length in layer.row_lengths]
         layer.counters.add_sparse(
             lengths,
@@ -211,7 +212,7 @@ def _sparse_steps(layer: LocksLayer, query: torch.Tensor, scaling: float) -> tor
             None if selector.fixed_slots else pages,
             layer.score_bytes(lengths),
         )
-    return out
+    return outputs[0][:, None] if size == 1 else torch.stack(outputs, dim=1)
 
 
 def _check_selection(pages: torch.Tensor, layer: LocksLayer) -> None:

@@ -16,6 +16,8 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
 MIN_CAPABILITY = (8, 0)
 _CHOICES = ("auto", "reference")
+# See pieces().
+_SERIAL_PIECE, _SERIAL_WORK = 1 << 15, 1 << 19
 
 
 def interpreting() -> bool:
@@ -43,17 +45,18 @@ def _cuda_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def use_triton(device: torch.device) -> bool:
-    """Whether an op on ``device`` runs its Triton kernel.
+def implementation(device: torch.device) -> str:
+    """What an op on ``device`` runs: ``"triton"``, ``"cpu"`` or ``"reference"``.
 
-    CPU and other non-CUDA devices take the torch reference, unless Triton is in interpreter mode. The environment
-    variable ``LOCKS_KERNELS=reference`` forces the reference everywhere.
+    A CPU runs the op's CPU form, which is the reference where an op has none, or Triton's interpreter where that is
+    switched on. Other devices that are not CUDA take the reference. The environment variable
+    ``LOCKS_KERNELS=reference`` forces the reference everywhere.
 
     Raises:
         ValueError: On a CUDA device that cannot run the kernels, rather than falling back silently.
     """
     if _choice() == "reference":
-        return False
+        return "reference"
     if device.type == "cuda":
         obstacle = _cuda_obstacle(device)
         if obstacle is not None:
@@ -61,8 +64,35 @@ def use_triton(device: torch.device) -> bool:
                 f"the Locks kernels cannot run on {device}: {obstacle}. Set LOCKS_KERNELS=reference to use the much "
                 "slower torch reference instead"
             )
-        return True
-    return device.type == "cpu" and interpreting()
+        return "triton"
+    if device.type == "cpu":
+        return "triton" if interpreting() else "cpu"
+    return "reference"
+
+
+def use_triton(device: torch.device) -> bool:
+    """Whether an op on ``device`` runs its Triton kernel; see :func:`implementation`."""
+    return implementation(device) == "triton"
+
+
+def pieces(count: int, size: int, times: int = 1) -> int:
+    """How many of ``count`` slices of ``size`` elements to give a torch op at once on the CPU.
+
+    torch splits an elementwise op over threads from 32768 elements on, and waking a thread takes longer than the op
+    does on some hundred thousand of them. So work of up to half a million elements is done in pieces that stay on the
+    calling thread and in its cache, and more is left to torch.
+
+    Args:
+        count: Slices, at least 1.
+        size: Elements of a slice.
+        times: How often that work is done.
+
+    Returns:
+        From 1 to ``count``.
+    """
+    if count * size * times > _SERIAL_WORK:
+        return count
+    return min(count, max(1, _SERIAL_PIECE // size))
 
 
 def check_head_dim_and_dtype(head_dim: int, dtype: torch.dtype) -> None:
@@ -113,5 +143,5 @@ def kernel_status() -> list[tuple[str, bool, str]]:
             "CPU, in the Triton interpreter (TRITON_INTERPRET is set): for tests, very slow",
         )
     else:
-        usable, reason = False, "no CUDA device: the torch reference runs instead"
+        usable, reason = False, "no CUDA device: torch code for the CPU runs instead"
     return [(op, usable, reason) for op in OPS]
