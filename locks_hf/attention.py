@@ -6,6 +6,7 @@ Registering adds two names and changes nothing else: a model uses them only when
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -196,7 +197,7 @@ def _sparse_steps(layer: LocksLayer, query: torch.Tensor, scaling: float) -> tor
         back = size - 1 - i
         view = layer.page_view(back)
         one_query = query[:, :, i].to(layer.dtype)
-        with torch.autocast(query.device.type, enabled=False):
+        with _no_autocast(query.device.type):
             pages = selector.select(one_query, view, config, scaling)
             _check_selection(pages, layer)
             output = attend(
@@ -213,6 +214,13 @@ def _sparse_steps(layer: LocksLayer, query: torch.Tensor, scaling: float) -> tor
             layer.score_bytes(lengths),
         )
     return outputs[0][:, None] if size == 1 else torch.stack(outputs, dim=1)
+
+
+def _no_autocast(device_type: str) -> contextlib.AbstractContextManager:
+    """Switches autocast off where it is on; entering the context costs more than asking."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def _check_selection(pages: torch.Tensor, layer: LocksLayer) -> None:

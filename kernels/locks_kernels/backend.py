@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
+import numpy as np
 import torch
 
 try:
@@ -16,10 +18,9 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
 MIN_CAPABILITY = (8, 0)
 _CHOICES = ("auto", "reference")
-# See pieces().
-_SERIAL_PIECE, _SERIAL_WORK = 1 << 15, 1 << 19
 
 
+@functools.cache
 def interpreting() -> bool:
     """Whether Triton kernels run in the CPU interpreter (``TRITON_INTERPRET=1`` when Triton was imported)."""
     return triton is not None and bool(triton.knobs.runtime.interpret)
@@ -75,24 +76,17 @@ def use_triton(device: torch.device) -> bool:
     return implementation(device) == "triton"
 
 
-def pieces(count: int, size: int, times: int = 1) -> int:
-    """How many of ``count`` slices of ``size`` elements to give a torch op at once on the CPU.
+def raw(array: torch.Tensor) -> np.ndarray:
+    """A CPU tensor as a NumPy array over the same memory; 16-bit floats as their bits, int16."""
+    array = array.detach()
+    return (array.view(torch.int16) if array.dtype in (torch.bfloat16, torch.float16) else array).numpy()
 
-    torch splits an elementwise op over threads from 32768 elements on, and waking a thread takes longer than the op
-    does on some hundred thousand of them. So work of up to half a million elements is done in pieces that stay on the
-    calling thread and in its cache, and more is left to torch.
 
-    Args:
-        count: Slices, at least 1.
-        size: Elements of a slice.
-        times: How often that work is done.
-
-    Returns:
-        From 1 to ``count``.
-    """
-    if count * size * times > _SERIAL_WORK:
-        return count
-    return min(count, max(1, _SERIAL_PIECE // size))
+def bf16_to_float(bits: np.ndarray) -> np.ndarray:
+    """The float32 values of bf16 numbers given as their bits, int16; contiguous."""
+    wide = np.empty(bits.shape, dtype=np.int32)
+    np.left_shift(bits, 16, out=wide, dtype=np.int32)
+    return wide.view(np.float32)
 
 
 def check_head_dim_and_dtype(head_dim: int, dtype: torch.dtype) -> None:

@@ -1,11 +1,11 @@
-"""Attention over chosen pages for the CPU: whole pages are gathered, and SDPA attends them."""
+"""Attention over chosen pages for the CPU, one KV head at a time, in NumPy."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
-from .reference import attend_reference
+from ..backend import bf16_to_float, raw
 
 
 def attend_cpu(
@@ -19,52 +19,56 @@ def attend_cpu(
 ) -> torch.Tensor:
     """Exact attention over the real tokens of the chosen pages; see :func:`locks_hf.kernels.attend.attend`.
 
-    The query heads of a KV head go to SDPA as queries of one head, so that keys and values are read once for all.
+    Gathers real tokens only, so that no mask is needed. No gradient reaches the query.
     """
-    batch, n_kv_heads, capacity, head_dim = keys.shape
-    if capacity % page_size or not (keys.is_contiguous() and values.is_contiguous()):
-        return attend_reference(query, keys, values, pages, lengths, page_size, scaling)
-    grouped = query.float().unflatten(1, (n_kv_heads, -1))  # (B, H, G, d)
-    first = torch.arange(batch * n_kv_heads).view(batch, n_kv_heads, 1) * (capacity // page_size)
-    # Empty slots read any page; what they read is masked below.
-    index = (pages.clamp(min=0) + first).flatten()
-    chosen_keys, chosen_values = (
-        states.view(-1, page_size * head_dim).index_select(0, index).float().view(batch, n_kv_heads, -1, head_dim)
-        for states in (keys, values)
-    )
-    end = _real_prefix(pages, lengths, page_size)
-    if end is not None:
-        chosen_keys, chosen_values = chosen_keys[:, :, :end], chosen_values[:, :, :end]
-        out = scaled_dot_product_attention(grouped, chosen_keys, chosen_values, scale=scaling)
-        return out.flatten(1, 2).to(query.dtype)
-
-    tokens = pages[..., None] * page_size + torch.arange(page_size)
-    real = ((pages >= 0)[..., None] & (tokens < lengths.view(batch, 1, 1, 1))).flatten(2)  # (B, H, slots * P)
-    # Slots past the end may hold anything, NaN included; a zero weight alone would not silence a NaN.
-    chosen_keys, chosen_values = (x.masked_fill_(~real[..., None], 0.0) for x in (chosen_keys, chosen_values))
-    out = scaled_dot_product_attention(
-        grouped, chosen_keys, chosen_values, attn_mask=real[:, :, None, :], scale=scaling
-    )
-    # A row without any real token attends to nothing: zeros, not the NaN of an empty softmax.
-    return out.masked_fill(~real.any(dim=-1)[..., None, None], 0.0).flatten(1, 2).to(query.dtype)
+    batch, n_kv_heads, _, head_dim = keys.shape
+    scaled = query.detach().float().numpy() * np.float32(scaling)
+    columns = np.ascontiguousarray(scaled.reshape(batch, n_kv_heads, -1, head_dim).swapaxes(2, 3))  # (B, H, d, G)
+    out = np.zeros((batch, n_kv_heads, columns.shape[3], head_dim), dtype=np.float32)
+    chosen, all_keys, all_values = pages.numpy(), raw(keys), raw(values)
+    for row, length in enumerate(lengths.tolist()):
+        # No page but the one after the complete pages can be incomplete.
+        n_complete, tail = divmod(length, page_size)
+        for head in range(n_kv_heads):
+            selected = chosen[row, head]
+            complete = selected[(selected >= 0) & (selected < n_complete)]
+            end = length if tail and (selected == n_complete).any() else n_complete * page_size
+            if not len(complete) and end % page_size == 0:
+                continue  # Nothing to attend to: zeros.
+            parts = (complete, n_complete * page_size, end, page_size)
+            logits = np.ascontiguousarray((_gather(all_keys[row, head], *parts, keys.dtype) @ columns[row, head]).T)
+            with np.errstate(all="ignore"):
+                logits -= np.maximum.reduce(logits, axis=1, keepdims=True)
+                weights = np.exp(logits, out=logits)
+                total = np.add.reduce(weights, axis=1, keepdims=True)
+                weighted = weights @ _gather(all_values[row, head], *parts, keys.dtype)
+                np.divide(weighted, total, out=out[row, head])
+    return torch.from_numpy(out.reshape(query.shape)).to(query.dtype)
 
 
-def _real_prefix(pages: torch.Tensor, lengths: torch.Tensor, page_size: int) -> int | None:
-    """Tokens of the chosen pages if all before that count are real and none after, in every row and head.
+def _gather(
+    states: np.ndarray, complete: np.ndarray, start: int, end: int, page_size: int, dtype: torch.dtype
+) -> np.ndarray:
+    """Whole pages of one KV head, then the tokens from ``start`` to ``end``.
 
-    So it is at a decode step of rows of equal length: all slots are used, and only the last page may be incomplete.
+    Args:
+        states: ``(capacity, d)``, 16-bit floats as their bits.
+        complete: Indices of pages before ``start``, ``(n,)``.
+        start: A multiple of ``page_size``.
+        end: At least ``start``.
+        page_size: Tokens a page.
+        dtype: What ``states`` are.
+
+    Returns:
+        float32 ``(n * page_size + end - start, d)``.
     """
-    ends = set(lengths.tolist())
-    if len(ends) != 1:
-        return None
-    n_complete, tail = divmod(ends.pop(), page_size)
-    slots = pages.shape[2]
-    lowest, highest = (int(end) for end in torch.aminmax(pages))
-    if lowest < 0 or highest > n_complete:
-        return None
-    if highest < n_complete:
-        return slots * page_size
-    complete, last = pages[..., :-1], pages[..., -1]
-    if (complete < n_complete).all() and (last == n_complete).all():
-        return (slots - 1) * page_size + tail
-    return None
+    n_whole, head_dim = len(complete) * page_size, states.shape[1]
+    taken = np.empty((n_whole + end - start, head_dim), dtype=states.dtype)
+    if n_whole:
+        by_page = states[:start].reshape(-1, page_size * head_dim)
+        # "clip" spares a buffer; all indices are in range.
+        by_page.take(complete, axis=0, out=taken[:n_whole].reshape(len(complete), -1), mode="clip")
+    taken[n_whole:] = states[start:end]
+    if dtype == torch.bfloat16:
+        return bf16_to_float(taken)
+    return taken.view(np.float16).astype(np.float32) if dtype == torch.float16 else taken

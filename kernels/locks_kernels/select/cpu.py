@@ -1,44 +1,60 @@
-"""Page selection for the CPU, where the host reads the lengths of the rows for nothing."""
+"""Page selection for the CPU, in NumPy."""
 
 from __future__ import annotations
 
-import math
-
+import numpy as np
 import torch
 
-from .reference import combine_reference, top_pages_reference
+from .reference import combine_reference
 
-_LARGEST = torch.finfo(torch.float32).max
+_LARGEST = np.finfo(np.float32).max
 
 
 def combine_cpu(lse: torch.Tensor, n_pages: torch.Tensor, rule: str) -> torch.Tensor:
     """One rank value per page and KV head; see :func:`locks_hf.kernels.select.combine`.
 
-    The shares are a softmax in base 2. Rows of unequal length, and the rule ``"mass"``, take the reference.
+    Rows of unequal length, and the rule ``"mass"``, take the reference.
     """
     if rule == "mass" or set(n_pages.tolist()) != {lse.shape[-1]}:
         return combine_reference(lse, n_pages, rule)
-    # Finite, so that a page of infinite mass gets the whole share; a NaN stays.
-    lse = lse.clamp(max=_LARGEST)
-    mass = (lse - lse.amax(dim=-1, keepdim=True)).mul_(1 / math.log(2)).exp2_()
-    share = mass.div_(mass.sum(dim=-1, keepdim=True))
-    return share.mean(dim=2) if rule == "share" else share.amax(dim=2)
+    mass = lse.detach().numpy()
+    with np.errstate(all="ignore"):
+        # What is subtracted is finite, so that a page of infinite mass gets NaN, the largest value of all.
+        share = mass - np.minimum(np.maximum.reduce(mass, axis=-1, keepdims=True), _LARGEST)
+        np.exp(share, out=share)
+        share /= np.add.reduce(share, axis=-1, keepdims=True)
+        value = (np.add if rule == "share" else np.maximum).reduce(share, axis=2)
+        if rule == "share":
+            value /= np.float32(share.shape[2])
+    return torch.from_numpy(value)
 
 
 def top_pages_cpu(value: torch.Tensor, lengths: torch.Tensor, page_size: int, slots: int) -> torch.Tensor:
-    """The first, the most recent and the best other pages; see :func:`locks_hf.kernels.select.top_pages`.
+    """The first, the most recent and the best other pages; see :func:`locks_hf.kernels.select.top_pages`."""
+    batch, n_kv_heads = value.shape[:2]
+    values = value.detach().numpy()
+    pages = np.full((batch, n_kv_heads, slots), -1, dtype=np.int32)
+    wanted = slots - 2
+    for row, length in enumerate(lengths.tolist()):
+        n_total = -(-length // page_size)
+        if n_total <= slots:
+            pages[row, :, :n_total] = np.arange(n_total)
+            continue
+        pages[row, :, 0], pages[row, :, -1] = 0, n_total - 1
+        if wanted:
+            # All pages between the first and the most recent one are complete. NaN counts as the largest value.
+            others = np.fmin(values[row, :, 1 : n_total - 1], _LARGEST)
+            pages[row, :, 1:-1] = _largest_of_each(others, wanted) + 1
+    return torch.from_numpy(pages)
 
-    Rows of unequal numbers of pages, and rows with no more pages than slots, take the reference.
-    """
-    totals = {-(-length // page_size) for length in lengths.tolist()}
-    n_total = max(totals, default=0)
-    if len(totals) != 1 or n_total <= slots:
-        return top_pages_reference(value, lengths, page_size, slots)
-    value = value[..., : n_total - 1].nan_to_num(nan=_LARGEST, posinf=_LARGEST, neginf=float("-inf"))
-    value[..., 0] = float("inf")
-    # A stable sort keeps the lower index first among equals. The most recent page comes on top of the best others.
-    best = value.sort(dim=-1, descending=True, stable=True).indices[..., : slots - 1]
-    pages = value.new_empty((*value.shape[:2], slots), dtype=torch.int32)
-    pages[..., : slots - 1] = best.sort(dim=-1).values
-    pages[..., -1] = n_total - 1
-    return pages
+
+def _largest_of_each(values: np.ndarray, count: int) -> np.ndarray:
+    """Indices of the ``count`` largest of each row of ``(H, n)``, ascending, the lower index among equals first."""
+    least = np.partition(values, -count, axis=1)[:, -count, None]
+    chosen = values >= least
+    if np.count_nonzero(chosen) != len(values) * count:  # more are equal to the least than fit
+        for row, row_least, row_chosen in zip(values, least, chosen, strict=True):
+            surplus = np.count_nonzero(row_chosen) - count
+            if surplus:
+                row_chosen[np.flatnonzero(row == row_least)[-surplus:]] = False
+    return np.nonzero(chosen)[1].reshape(len(values), count)
