@@ -18,6 +18,7 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
 MIN_CAPABILITY = (8, 0)
 _CHOICES = ("auto", "reference")
+LARGEST = np.finfo(np.float32).max
 
 
 @functools.cache
@@ -89,6 +90,11 @@ def bf16_to_float(bits: np.ndarray) -> np.ndarray:
     return wide.view(np.float32)
 
 
+def finite(values: np.ndarray) -> np.ndarray:
+    """Float32 values with infinities replaced by the largest and least finite ones, in place; a NaN stays."""
+    return np.minimum(np.maximum(values, -LARGEST, out=values), LARGEST, out=values)
+
+
 def check_head_dim_and_dtype(head_dim: int, dtype: torch.dtype) -> None:
     """Refuse keys and values that the kernels do not support.
 
@@ -137,5 +143,5 @@ def kernel_status() -> list[tuple[str, bool, str]]:
             "CPU, in the Triton interpreter (TRITON_INTERPRET is set): for tests, very slow",
         )
     else:
-        usable, reason = False, "no CUDA device: torch code for the CPU runs instead"
+        usable, reason = False, "no CUDA device: the op's CPU form runs instead"
     return [(op, usable, reason) for op in OPS]

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from locks_hf.kernels import SummaryLayout, attend, backend, combine, score, top_pages
+from locks_hf.kernels import SummaryLayout, attend, backend, combine, score, summarize, top_pages
 from locks_hf.kernels.attend import attend_cpu, attend_reference
 from locks_hf.kernels.layout import dequantize
 from locks_hf.kernels.score import score_cpu, score_reference
 from locks_hf.kernels.select import combine_cpu, combine_reference, top_pages_cpu, top_pages_reference
-from locks_hf.kernels.summarize import summarize_reference
+from locks_hf.kernels.summarize import summarize_cpu, summarize_reference
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,6 +53,68 @@ def exact_scores(query, summaries, layout, scaling):
     keys = centroid[..., None, :] + coefficients @ basis  # (B, H, J, P, d)
     grouped = query.double().unflatten(1, (keys.shape[1], -1))
     return torch.logsumexp(torch.einsum("bhgd,bhjpd->bhgjp", grouped, keys) * scaling, dim=-1)
+
+
+# Summarize
+
+
+def pages_of_all_kinds(g, n, page_size, head_dim, dtype):
+    """Pages with a decaying spectrum, and degenerate ones."""
+    left, right = torch.randn(n, page_size, page_size, generator=g), torch.randn(n, page_size, head_dim, generator=g)
+    spectrum = torch.logspace(0, -2, page_size)
+    keys = left @ (spectrum[:, None] * right) + 3 * torch.randn(n, 1, head_dim, generator=g)
+    keys[1] = 1.25
+    keys[2] = 0
+    keys[3, 1:] = keys[3, :1]
+    keys[4, 0] *= 200
+    keys[5] *= 1e-4
+    return keys.to(dtype)
+
+
+@pytest.mark.parametrize("refit", (True, False), ids=("refit", "project"))
+@pytest.mark.parametrize("bits", (2, 4, 8, 16))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_summarize(head_dim, bits, refit):
+    for page_size, rank, dtype in ((4, 3, DTYPES[0]), (16, 8, DTYPES[1]), (16, 1, DTYPES[2]), (64, 15, DTYPES[0])):
+        layout = SummaryLayout(head_dim, rank, page_size, bits)
+        keys = pages_of_all_kinds(generator(page_size), 12, page_size, head_dim, dtype)
+        got, reference = (summarize(keys, layout, refit) for summarize in (summarize_cpu, summarize_reference))
+        for name, (shape, field_dtype) in layout.fields().items():
+            assert got[name].shape == (12, *shape)
+            assert got[name].dtype == field_dtype
+        assert sum(array.nbytes for array in got.values()) == 12 * layout.bytes_per_page
+        # A column's sign is free and its codes may round differently: what counts is how far the keys are off.
+        assert torch.equal(got["centroid"], reference["centroid"])
+        size = keys.double().flatten(1).norm(dim=1)
+        error, baseline = (
+            (centroid[:, None] + coefficients @ basis - keys.double()).flatten(1).norm(dim=1)
+            for centroid, coefficients, basis in (
+                [part.double() for part in dequantize(summaries, layout)] for summaries in (got, reference)
+            )
+        )
+        assert (error <= 1.02 * baseline + 1e-4 * size).all()
+
+
+def test_the_summary_of_a_page_does_not_depend_on_its_company():
+    layout = SummaryLayout(64, 8)
+    keys = pages_of_all_kinds(generator(9), 40, 16, 64, torch.float32)
+    together = summarize_cpu(keys, layout, True)
+    for some in (slice(0, 1), slice(1, 4), slice(5, 40)):
+        for name, array in summarize_cpu(keys[some], layout, True).items():
+            assert torch.equal(array, together[name][some])
+
+
+def test_summarize_strided_and_broken_pages():
+    layout = SummaryLayout(64, 4)
+    keys = torch.randn(5, 16, 80, generator=generator(10))[..., :64]
+    whole = summarize_cpu(keys.contiguous(), layout, True)
+    for name, array in summarize_cpu(keys, layout, True).items():
+        assert torch.equal(array, whole[name])
+    keys[1, 3, 5], keys[2, 0, 0], keys[3] = math.nan, math.inf, -math.inf
+    broken = summarize_cpu(keys, layout, True)
+    assert broken["scales"].isnan().nonzero().tolist() == [[1, 0], [2, 0], [3, 0]]
+    for name, array in broken.items():
+        assert torch.equal(array[[0, 4]], whole[name][[0, 4]])
 
 
 # Score
@@ -347,22 +409,24 @@ def test_the_entry_points_run_the_cpu_forms_unless_told_otherwise(monkeypatch):
 
         monkeypatch.setattr(module, name, record)
 
-    for op, form in (("score", "score"), ("select", "combine"), ("select", "top_pages"), ("attend", "attend")):
+    forms = ("summarize", "score", "combine", "top_pages", "attend")
+    for op, form in zip(("summarize", "score", "select", "select", "attend"), forms, strict=True):
         spy(op, f"{form}_cpu")
         spy(op, f"{form}_reference")
     g = generator(8)
     layout = SummaryLayout(16, 4)
-    summaries = random_summaries(g, layout, 1, 1, 4)
     keys, query = torch.randn(1, 1, 64, 16, generator=g), torch.randn(1, 2, 16, generator=g)
     n_pages, lengths = torch.tensor([4], dtype=torch.int32), torch.tensor([64], dtype=torch.int32)
 
     def run():
+        summaries = summarize(keys.view(4, 16, 16), layout)
+        summaries = {name: array[None, None] for name, array in summaries.items()}
         lse = score(query, summaries, n_pages, 4, layout, 0.25)
         return attend(query, keys, keys, top_pages(combine(lse, n_pages), lengths, 16, 2), lengths, 16, 0.25)
 
     fast = run()
-    assert called == ["score_cpu", "combine_cpu", "top_pages_cpu", "attend_cpu"]
+    assert called == [f"{form}_cpu" for form in forms]
     called.clear()
     monkeypatch.setenv("LOCKS_KERNELS", "reference")
     torch.testing.assert_close(run(), fast)
-    assert called == ["score_reference", "combine_reference", "top_pages_reference", "attend_reference"]
+    assert called == [f"{form}_reference" for form in forms]

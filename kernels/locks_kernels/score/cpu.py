@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..backend import bf16_to_float, raw
+from ..backend import bf16_to_float, finite, raw
 from ..layout import SummaryLayout
 
 # Multiply-adds with the query in one matrix product, few enough that a BLAS does not call in other threads, and in a
 # block of KV heads and pages, enough that the calls do not cost more than what they do.
 _PRODUCT, _BLOCK = 1 << 19, 1 << 21
-_LEAST, _LARGEST = np.finfo(np.float32).min, np.finfo(np.float32).max
 
 
 def score_cpu(
@@ -85,9 +84,8 @@ def _score_pages(query: np.ndarray, packed: dict[str, np.ndarray], layout: Summa
         coefficients[...] = packed["coefficients"].transpose(0, 2, 3, 1)
         logits = np.einsum("hprj,hgrj->hgpj", coefficients, projected)
         logits *= scales[:, :, 1:tokens_end]
-        # Finite, so that infinite logits give an infinite sum rather than NaN; a NaN stays.
-        largest = np.maximum.reduce(logits, axis=2)
-        largest = np.minimum(np.maximum(largest, _LEAST, out=largest), _LARGEST, out=largest)
+        # Finite, so that infinite logits give an infinite sum rather than NaN.
+        largest = finite(np.maximum.reduce(logits, axis=2))
         logits -= largest[:, :, None]
         within = np.log(np.add.reduce(np.exp(logits, out=logits), axis=2))
         within += largest

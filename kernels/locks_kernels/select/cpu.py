@@ -5,27 +5,32 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .reference import combine_reference
-
-_LARGEST = np.finfo(np.float32).max
+from ..backend import LARGEST, finite
 
 
 def combine_cpu(lse: torch.Tensor, n_pages: torch.Tensor, rule: str) -> torch.Tensor:
-    """One rank value per page and KV head; see :func:`locks_hf.kernels.select.combine`.
-
-    Rows of unequal length, and the rule ``"mass"``, take the reference.
-    """
-    if rule == "mass" or set(n_pages.tolist()) != {lse.shape[-1]}:
-        return combine_reference(lse, n_pages, rule)
-    mass = lse.detach().numpy()
+    """One rank value per page and KV head; see :func:`locks_hf.kernels.select.combine`."""
+    mass, past_end = lse.detach().numpy(), None
+    if set(n_pages.tolist()) != {mass.shape[3]}:
+        past_end = np.arange(mass.shape[3]) >= n_pages.numpy().reshape(-1, 1, 1)  # (B, 1, J)
+        mass = np.where(past_end[:, :, None], np.float32(-np.inf), mass)
+    axis = 2 if rule == "mass" else 3
     with np.errstate(all="ignore"):
-        # What is subtracted is finite, so that a page of infinite mass gets NaN, the largest value of all.
-        share = mass - np.minimum(np.maximum.reduce(mass, axis=-1, keepdims=True), _LARGEST)
-        np.exp(share, out=share)
-        share /= np.add.reduce(share, axis=-1, keepdims=True)
-        value = (np.add if rule == "share" else np.maximum).reduce(share, axis=2)
-        if rule == "share":
-            value /= np.float32(share.shape[2])
+        # What is subtracted is finite, so that a page of infinite mass gets no smaller value than the others.
+        largest = finite(np.maximum.reduce(mass, axis=axis, keepdims=True))
+        mass = mass - largest
+        np.exp(mass, out=mass)
+        total = np.add.reduce(mass, axis=axis, keepdims=True)
+        if rule == "mass":
+            value = (np.log(total) + largest)[:, :, 0]
+        elif rule == "share":
+            mass /= total
+            value = np.add.reduce(mass, axis=2) / np.float32(mass.shape[2])
+        else:
+            mass /= total
+            value = np.maximum.reduce(mass, axis=2)
+    if past_end is not None:
+        np.copyto(value, -np.inf, where=past_end)
     return torch.from_numpy(value)
 
 
@@ -43,7 +48,7 @@ def top_pages_cpu(value: torch.Tensor, lengths: torch.Tensor, page_size: int, sl
         pages[row, :, 0], pages[row, :, -1] = 0, n_total - 1
         if wanted:
             # All pages between the first and the most recent one are complete. NaN counts as the largest value.
-            others = np.fmin(values[row, :, 1 : n_total - 1], _LARGEST)
+            others = np.fmin(values[row, :, 1 : n_total - 1], LARGEST)
             pages[row, :, 1:-1] = _largest_of_each(others, wanted) + 1
     return torch.from_numpy(pages)
 
