@@ -19,6 +19,8 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
 MIN_CAPABILITY = (8, 0)
 _CHOICES = ("auto", "reference")
 LARGEST = np.finfo(np.float32).max
+# Multiply-adds up to which a BLAS neither calls in other threads nor reorders its operands first.
+PRODUCT = 1 << 19
 
 
 @functools.cache
@@ -93,6 +95,14 @@ def bf16_to_float(bits: np.ndarray) -> np.ndarray:
 def finite(values: np.ndarray) -> np.ndarray:
     """Float32 values with infinities replaced by the largest and least finite ones, in place; a NaN stays."""
     return np.minimum(np.maximum(values, -LARGEST, out=values), LARGEST, out=values)
+
+
+def product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """``left @ right`` for a long and a narrow matrix, in pieces that a BLAS does at once on the calling thread."""
+    step = max(1, PRODUCT // right.size)
+    if len(left) <= step:
+        return left @ right
+    return np.concatenate([left[start : start + step] @ right for start in range(0, len(left), step)])
 
 
 def check_head_dim_and_dtype(head_dim: int, dtype: torch.dtype) -> None:

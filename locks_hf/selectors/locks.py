@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ..config import LocksConfig
@@ -11,6 +13,11 @@ from .base import Fields, PageSelector, PageView
 
 def _layout(config: LocksConfig, head_dim: int) -> SummaryLayout:
     return SummaryLayout(head_dim, config.rank, config.page_size, config.basis_bits)
+
+
+@functools.lru_cache
+def _bytes_per_page(layout: SummaryLayout) -> int:
+    return layout.bytes_per_page
 
 
 class LocksSelector(PageSelector):
@@ -34,6 +41,10 @@ class LocksSelector(PageSelector):
         lse = score(query, pages.summaries, n_complete, max_complete, layout, scaling)
         value = combine(lse, n_complete, config.combine)
         return top_pages(value, pages.lengths, config.page_size, config.page_slots)
+
+    def bytes_per_page(self, config: LocksConfig, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of one packed summary."""
+        return _bytes_per_page(_layout(config, head_dim))
 
     def summary_key(self, config: LocksConfig) -> tuple:
         """Everything that goes into a summary."""

@@ -27,8 +27,9 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 @pytest.fixture(params=((1, 1), (9000, 20000), (1 << 30, 1 << 30)), ids=("smallest", "small", "whole"))
 def blocks(request, monkeypatch):
     """One page at a time, some pages or KV heads, or all that a row has."""
-    for name, size in zip(("_PRODUCT", "_BLOCK"), request.param, strict=True):
+    for name, size in zip(("PRODUCT", "_BLOCK"), request.param, strict=True):
         monkeypatch.setattr(sys.modules["locks_hf.kernels.score.cpu"], name, size)
+    monkeypatch.setattr(backend, "PRODUCT", request.param[0])
 
 
 def generator(seed):
@@ -313,7 +314,7 @@ def check_attend(g, group, head_dim, page_size, lengths, slots, dtype, shuffled)
 @pytest.mark.parametrize("dtype", DTYPES, ids=("fp32", "bf16", "fp16"))
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("page_size", (4, 16, 64))
-def test_attend(page_size, head_dim, dtype):
+def test_attend(page_size, head_dim, dtype, blocks):
     g = generator(page_size + head_dim)
     for group, slots in ((1, 1), (3, 2), (8, 11)):
         whole = 12 * page_size

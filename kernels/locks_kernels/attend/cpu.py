@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..backend import bf16_to_float, raw
+from ..backend import bf16_to_float, product, raw
 
 
 def attend_cpu(
@@ -36,13 +36,14 @@ def attend_cpu(
             if not len(complete) and end % page_size == 0:
                 continue  # Nothing to attend to: zeros.
             parts = (complete, n_complete * page_size, end, page_size)
-            logits = np.ascontiguousarray((_gather(all_keys[row, head], *parts, keys.dtype) @ columns[row, head]).T)
+            logits = product(_gather(all_keys[row, head], *parts, keys.dtype), columns[row, head])  # (n, G)
+            logits = np.ascontiguousarray(logits.T)
             with np.errstate(all="ignore"):
                 logits -= np.maximum.reduce(logits, axis=1, keepdims=True)
                 weights = np.exp(logits, out=logits)
                 total = np.add.reduce(weights, axis=1, keepdims=True)
-                weighted = weights @ _gather(all_values[row, head], *parts, keys.dtype)
-                np.divide(weighted, total, out=out[row, head])
+                weighted = product(_gather(all_values[row, head], *parts, keys.dtype).T, weights.T)  # (d, G)
+                np.divide(weighted.T, total, out=out[row, head])
     return torch.from_numpy(out.reshape(query.shape)).to(query.dtype)
 
 
@@ -71,4 +72,6 @@ def _gather(
     taken[n_whole:] = states[start:end]
     if dtype == torch.bfloat16:
         return bf16_to_float(taken)
-    return taken.view(np.float16).astype(np.float32) if dtype == torch.float16 else taken
+    if dtype == torch.float16:  # by torch, which is ten times as fast here
+        return torch.from_numpy(taken).view(dtype).float().numpy()
+    return taken

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..backend import bf16_to_float, finite, raw
+from ..backend import PRODUCT, bf16_to_float, finite, raw
 from ..layout import SummaryLayout
 
-# Multiply-adds with the query in one matrix product, few enough that a BLAS does not call in other threads, and in a
-# block of KV heads and pages, enough that the calls do not cost more than what they do.
-_PRODUCT, _BLOCK = 1 << 19, 1 << 21
+# Multiply-adds with the query in a block of KV heads and pages: enough that the calls cost less than what they do.
+_BLOCK = 1 << 21
 
 
 def score_cpu(
@@ -46,7 +45,7 @@ def score_cpu(
     lse = np.full((batch, n_kv_heads, group, max_pages), -np.inf, dtype=np.float32)
     work = (layout.rank + 1) * layout.basis_width * group  # of a page
     for row, count in enumerate(n_pages.tolist()):
-        page_step = max(1, min(count, _PRODUCT // work))
+        page_step = max(1, min(count, PRODUCT // work))
         head_step = max(1, _BLOCK // (work * page_step))
         for head in range(0, n_kv_heads, head_step):
             for page in range(0, count, page_step):
