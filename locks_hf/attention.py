@@ -6,6 +6,7 @@ Registering adds two names and changes nothing else: a model uses them only when
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -298,17 +299,18 @@ def _sparse_steps(layer: LocksLayer, query: torch.Tensor, scaling: float) -> tor
     """
     config, selector = layer.config, layer.selector
     size = query.shape[2]
-    out = torch.empty((query.shape[0], size, query.shape[1], query.shape[3]), dtype=query.dtype, device=query.device)
+    outputs = []
     for i in range(size):
         back = size - 1 - i
         view = layer.page_view(back)
         one_query = query[:, :, i].to(layer.dtype)
-        with torch.autocast(query.device.type, enabled=False):
+        with _no_autocast(query.device.type):
             pages = selector.select(one_query, view, config, scaling)
             _check_selection(pages, layer)
-            out[:, i] = attend(
+            output = attend(
                 one_query, layer.key_buffer, layer.value_buffer, pages, view.lengths, config.page_size, scaling
             )
+        outputs.append(output.to(query.dtype))
         lengths = [max(0, length - back) for length in layer.row_lengths]
         layer.counters.add_sparse(
             lengths,
@@ -318,7 +320,14 @@ def _sparse_steps(layer: LocksLayer, query: torch.Tensor, scaling: float) -> tor
             None if selector.fixed_slots else pages,
             layer.score_bytes(lengths),
         )
-    return out
+    return outputs[0][:, None] if size == 1 else torch.stack(outputs, dim=1)
+
+
+def _no_autocast(device_type: str) -> contextlib.AbstractContextManager:
+    """Switches autocast off where it is on; entering the context costs more than asking."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def _check_selection(pages: torch.Tensor, layer: LocksLayer) -> None:

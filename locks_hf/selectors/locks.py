@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ..config import LocksConfig
 from ..kernels import SummaryLayout, combine, score, summarize, top_pages
 from .base import Fields, PageSelector, PageView
+
+
+@functools.lru_cache
+def _bytes_per_page(layout: SummaryLayout) -> int:
+    return layout.bytes_per_page
 
 
 class LocksSelector(PageSelector):
@@ -34,6 +41,10 @@ class LocksSelector(PageSelector):
         lse = score(query, pages.summaries, n_pages, max_complete, layout, scaling)
         value = combine(lse, n_pages, config.combine)
         return top_pages(value, pages.lengths, config.page_size, config.page_slots)
+
+    def bytes_per_page(self, config: LocksConfig, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of one packed summary."""
+        return _bytes_per_page(self.layout(config, head_dim))
 
     def summary_key(self, config: LocksConfig) -> tuple:
         """Everything that goes into a summary."""
