@@ -138,8 +138,11 @@ def check_row_counts(name: str, counts: torch.Tensor, rows: int, most: int | Non
     """
     if counts.shape != (rows,) or counts.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be int32 ({rows},), one a row, got {counts.dtype} {tuple(counts.shape)}")
-    if most is not None and counts.device.type == "cpu" and not bool(((counts >= 0) & (counts <= most)).all()):
-        raise ValueError(f"{name} must be from 0 to {most}, got {counts.tolist()}")
+    if most is None or counts.device.type != "cpu":
+        return
+    values = counts.tolist()
+    if any(not 0 <= value <= most for value in values):
+        raise ValueError(f"{name} must be from 0 to {most}, got {values}")
 
 
 def check_page_size(page_size: int) -> None:

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from locks_hf.kernels import SummaryLayout, attend, backend, combine, score, summarize, top_pages
 from locks_hf.kernels.attend import attend_cpu, attend_reference
+from locks_hf.kernels.decode import decode_step_reference
+from locks_hf.kernels.decode.cpu import decode_step_cpu
 from locks_hf.kernels.layout import dequantize
 from locks_hf.kernels.score import score_cpu, score_reference
 from locks_hf.kernels.select import combine_cpu, combine_reference, top_pages_cpu, top_pages_reference
@@ -432,3 +434,35 @@ def test_the_entry_points_run_the_cpu_forms_unless_told_otherwise(monkeypatch):
     monkeypatch.setenv("LOCKS_KERNELS", "reference")
     torch.testing.assert_close(run(), fast)
     assert called == [f"{form}_reference" for form in forms]
+
+
+# A whole decode step
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(("size", "slots"), ((16, 3), (4, 4), (16, 64)))
+def test_decode_step_equals_the_reference(dtype, size, slots):
+    g, layout = generator(5), SummaryLayout(32, 3, size)
+    rows, heads, capacity = 3, 2, 8 * size
+    keys, values = (torch.randn(rows, heads, capacity, 32, generator=g).to(dtype) for _ in range(2))
+    pages = keys.unflatten(2, (-1, size)).flatten(0, 2)
+    summaries = {name: a.unflatten(0, (rows, heads, -1)) for name, a in summarize_cpu(pages, layout, True).items()}
+    # A page ends in each row; the last row has room for one token only.
+    counts = torch.tensor([5 * size - 2, 2 * size - 1, 8 * size - 1, 8 * size], dtype=torch.int32)
+    arrivals = torch.zeros(rows * heads, dtype=torch.int32)
+    state = (keys, values, summaries, counts)
+    twin = (keys.clone(), values.clone(), {name: a.clone() for name, a in summaries.items()}, counts.clone())
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for step in range(3):
+        query = torch.randn(rows, heads * 2, 32, generator=g).to(dtype)
+        key, value = torch.randn(2, rows, heads, 32, generator=g).to(dtype)
+        real = None if step == 0 else torch.tensor([True, step == 2, True])
+        options = (arrivals, layout, True, "share", slots, 0.2)
+        got = decode_step_cpu(query, key, value, real, *state, *options)
+        expected = decode_step_reference(query, key, value, real, *twin, *options)
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+        assert got[2].isnan().all().item() == (step > 0)
+        assert not got[1].any() if step == 1 else got[1].any()
+        for ours, theirs in zip((*state[:2], *state[2].values()), (*twin[:2], *twin[2].values()), strict=True):
+            assert torch.equal(ours, theirs)
+        assert state[3].tolist() == twin[3].tolist()

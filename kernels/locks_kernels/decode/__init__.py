@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from ..backend import check_head_dim_and_dtype, check_page_size, check_row_counts, use_triton
+from ..backend import check_head_dim_and_dtype, check_page_size, check_row_counts, implementation
 from ..layout import SummaryLayout
+from .cpu import decode_step_cpu
 from .reference import decode_step_reference
 
 __all__ = ["decode_step", "decode_step_reference"]
@@ -80,6 +81,10 @@ def decode_step(
         raise ValueError(f"the capacity {capacity} must be a multiple of the page size {layout.page_size}")
     if real is not None and (real.shape != (batch,) or real.dtype != torch.bool):
         raise ValueError(f"real must be bool ({batch},), got {real.dtype} {tuple(real.shape)}")
+    state = (summaries, counts, arrivals, layout, refit, rule, slots, scaling)
+    if query.device.type == "cpu" and not torch.compiler.is_compiling():
+        # On a CPU the dispatch of a registered operation costs as much as a good part of the step.
+        return _run(query, key, value, real, keys, values, *state)
     return torch.ops.locks_hf.decode_step(
         query,
         key,
@@ -102,6 +107,19 @@ def decode_step(
         slots,
         scaling,
     )
+
+
+def _run(query: torch.Tensor, *arguments) -> torch.Tensor:
+    form = implementation(query.device)
+    if form == "triton":
+        from .triton import decode_step_triton
+
+        return decode_step_triton(query, *arguments)
+    step = decode_step_cpu if form == "cpu" else decode_step_reference
+    if not torch.is_autocast_enabled(query.device.type):  # entering the context costs more than asking
+        return step(query, *arguments)
+    with torch.autocast(query.device.type, enabled=False):
+        return step(query, *arguments)
 
 
 @torch.library.custom_op(
@@ -148,28 +166,8 @@ def _decode_step(
         "token_scales": token_scales,
         "scales": scales,
     }
-    arguments = (
-        query,
-        key,
-        value,
-        real,
-        keys,
-        values,
-        summaries,
-        counts,
-        arrivals,
-        layout,
-        refit,
-        rule,
-        slots,
-        scaling,
-    )
-    if use_triton(query.device):
-        from .triton import decode_step_triton
-
-        return decode_step_triton(*arguments)
-    with torch.autocast(query.device.type, enabled=False):
-        return decode_step_reference(*arguments)
+    state = (summaries, counts, arrivals, layout, refit, rule, slots, scaling)
+    return _run(query, key, value, real, keys, values, *state)
 
 
 @_decode_step.register_fake
