@@ -91,8 +91,10 @@ def check_row_counts(name: str, counts: torch.Tensor, rows: int, most: int) -> N
     """
     if counts.shape != (rows,) or counts.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be int32 ({rows},), one a row, got {counts.dtype} {tuple(counts.shape)}")
-    if counts.device.type == "cpu" and not bool(((counts >= 0) & (counts <= most)).all()):
-        raise ValueError(f"{name} must be from 0 to {most}, got {counts.tolist()}")
+    if counts.device.type == "cpu":
+        values = counts.tolist()  # several times faster than comparing tensors of a few rows
+        if any(not 0 <= value <= most for value in values):
+            raise ValueError(f"{name} must be from 0 to {most}, got {values}")
 
 
 def check_page_size(page_size: int) -> None:
