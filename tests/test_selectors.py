@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from locks_hf import LocksCache, LocksConfig
+from locks_hf.kernels import top_pages
 from locks_hf.selectors import (
     SELECTORS,
     FullSelector,
@@ -318,7 +319,9 @@ class Pooled(PageSelector):
         return {"pooled": self.pool(keys.float().flatten(1), dim=1)[:, None].expand(-1, config.rank)}
 
     def select(self, query, pages, config, scaling):
-        raise NotImplementedError
+        complete = pages.max_length // config.page_size
+        value = pages.summaries["pooled"][:, :, :complete, 0].contiguous()
+        return top_pages(value, pages.lengths, config.page_size, config.page_slots)
 
 
 def test_selectors_with_parameters_of_their_own_do_not_share_summaries(llama):
@@ -326,8 +329,16 @@ def test_selectors_with_parameters_of_their_own_do_not_share_summaries(llama):
     feed(llama, cache, random_tokens(1, 40))
     for change in ({"selector": Pooled(torch.mean)}, {"rank": 3}, {"refit": False}):
         check_cache(cache.fork(**change))
-    other = cache.fork(selector=Pooled(torch.mean)).layers[0].summaries["pooled"][:, :, :10]
-    assert not torch.equal(other, cache.layers[0].summaries["pooled"][:, :, :10])
+    other = cache.fork(selector=Pooled(torch.mean))
+    assert not torch.equal(
+        other.layers[0].summaries["pooled"][:, :, :10], cache.layers[0].summaries["pooled"][:, :, :10]
+    )
+    # And it decodes as a cache that had the other instance from the start.
+    fresh = small_cache(selector=Pooled(torch.mean))
+    feed(llama, fresh, random_tokens(1, 40))
+    tokens = one_by_one(random_tokens(1, 6, seed=1))
+    torch.testing.assert_close(feed(llama, other, *tokens), feed(llama, fresh, *tokens))
+    assert other.stats().sparse_steps == 6
 
 
 @pytest.mark.parametrize("arrays", ({}, {"norm": torch.zeros(20), "extra": torch.zeros(20)}))
