@@ -16,12 +16,11 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from . import handoff
 from .cache import _NEEDS_CONFIG, LocksLayer
+from .continuation import continue_densely
 from .kernels import attend, decode_step
 from .rows import check_mask_rows
 
 NAME = "locks"
-# Queries at once in dense attention that continues a cache: bounds the mask to this many rows.
-_QUERY_BLOCK = 512
 
 # Keyword arguments that change what attention computes, with what asks for them.
 _UNSUPPORTED = {
@@ -64,6 +63,8 @@ def locks_mask(
         check_mask_rows(attention_mask, batch_size)
     if q_length == 1 and kv_length == 1 and (isinstance(q_offset, torch.Tensor) or q_offset > 0):
         return _new_token_mask(attention_mask, q_offset)
+    if isinstance(q_offset, torch.Tensor) and q_length > 1 and not torch.compiler.is_compiling():
+        q_offset = int(q_offset)  # tokens that continue a cache on a GPU: the host takes part in those
     # A caller that rules the skip out goes on to combine the mask with another one.
     plain = mask_function is causal_mask_function and kwargs.get("allow_is_causal_skip", True)
     plain = plain and not isinstance(q_offset, torch.Tensor)
@@ -188,7 +189,7 @@ def locks_attention(
     if real is None and len(set(starts)) <= 1:
         if starts[0] == 0:
             return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True)
-        output = _dense_block(module, query, layer.keys, layer.values, starts[0], scaling)
+        output = _continued(module, query, layer.keys, layer.values, starts[0], scaling)
     else:
         output = _dense_rows(module, query, key, value, layer, real, starts, scaling)
     return output if max(starts, default=0) == 0 else _ForwardOnly.of(output, query, key, value), None
@@ -346,40 +347,13 @@ def _check_selection(pages: torch.Tensor, layer: LocksLayer) -> None:
         )
 
 
-def _dense_block(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    start: int,
-    scaling: float,
+def _continued(
+    module: torch.nn.Module, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, scaling: float
 ) -> torch.Tensor:
-    """Causal attention of new tokens over a cache of equal rows: query ``i`` sees keys up to ``start + i``.
-
-    Args:
-        module: The attention module.
-        query: ``(B, H * G, n, d)``.
-        keys: ``(B, H, start + n, d)``.
-        values: Likewise.
-        start: Tokens cached before the new ones.
-        scaling: Factor on the logits.
-
-    Returns:
-        ``(B, n, H * G, d)``.
-    """
-    size = query.shape[2]
-    if size == 1:
+    """As :func:`continue_densely`; a single token as Transformers does it."""
+    if query.shape[2] == 1:
         return sdpa_attention_forward(module, query, keys, values, None, scaling=scaling)[0]
-    outputs = []
-    for first in range(0, size, _QUERY_BLOCK):
-        block = query[:, :, first : first + _QUERY_BLOCK]
-        end = start + first + block.shape[2]
-        position = torch.arange(start + first, end, device=query.device)
-        mask = torch.arange(end, device=query.device)[None, :] <= position[:, None]
-        mask = mask.expand(query.shape[0], 1, -1, -1)
-        output, _ = sdpa_attention_forward(module, block, keys[:, :, :end], values[:, :, :end], mask, scaling=scaling)
-        outputs.append(output)
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    return continue_densely(query, keys, values, start, scaling)
 
 
 def _dense_rows(
@@ -412,7 +386,7 @@ def _dense_rows(
         else:
             keys = layer.keys[row : row + 1, :, : lengths[row]]
             values = layer.values[row : row + 1, :, : lengths[row]]
-            row_out = _dense_block(module, row_query, keys, values, starts[row], scaling)
+            row_out = _continued(module, row_query, keys, values, starts[row], scaling)
         out[row, new] = row_out[0]
     return out
 

@@ -232,7 +232,7 @@ class LocksLayer(CacheLayerMixin):
         }
         self._nowhere = key_states.new_full((1, 1, 1, 1), float("nan"))
         self._ledger = RowLedger(batch)
-        self._counts = torch.zeros(batch + 1, dtype=torch.int32, device=self.device)
+        self._counts = _in_place(torch.zeros(batch + 1, dtype=torch.int32, device=self.device))
         self._make_arrivals()
         self._summarized = [0] * batch
         self.is_initialized = True
@@ -313,13 +313,13 @@ class LocksLayer(CacheLayerMixin):
     def get_seq_length(self) -> int | torch.Tensor:
         """Logical length: every position seen, padding included.
 
-        An int on the CPU and before the first tokens; otherwise, as for a static cache, a 0-d tensor on the device, so
-        that asking does not wait for it.
+        A 0-d tensor on the device, as for a static cache, where that knows alone, so that asking does not wait for it;
+        otherwise an int, as before the first tokens and always on the CPU.
         """
         staged = 0 if self._staged is None else self._staged[0].shape[2]
         if not self._started:
             return staged
-        if self.device.type != "cpu" or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (self.device.type != "cpu" and self.steps_on_device):
             return self._counts[-1] + staged
         return self._rows.seen + staged
 
@@ -476,10 +476,11 @@ class LocksLayer(CacheLayerMixin):
     def _leave_inference_mode(self) -> None:
         """Copy what was made under ``torch.inference_mode``: it cannot be written to outside."""
         if self._key_buffer.is_inference() and not torch.is_inference_mode_enabled():
-            self._key_buffer, self._value_buffer = self._key_buffer.clone(), self._value_buffer.clone()
-            self.summaries = {name: array.clone() for name, array in self.summaries.items()}
+            self._key_buffer = _in_place(self._key_buffer.clone())
+            self._value_buffer = _in_place(self._value_buffer.clone())
+            self.summaries = {name: _in_place(array.clone()) for name, array in self.summaries.items()}
         if self._counts.is_inference() and not torch.is_inference_mode_enabled():
-            self._counts = self._counts.clone()
+            self._counts = _in_place(self._counts.clone())
             self._make_arrivals()
 
     def _summarize_complete_pages(self) -> None:
@@ -542,7 +543,7 @@ class LocksLayer(CacheLayerMixin):
 
     def _make_arrivals(self) -> None:
         rows = (self._counts.shape[0] - 1) * self.n_kv_heads
-        self._arrivals = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        self._arrivals = _in_place(torch.zeros(rows, dtype=torch.int32, device=self.device))
 
     def _publish_counts(self) -> None:
         """Tell the device what the ledger holds."""
@@ -551,7 +552,7 @@ class LocksLayer(CacheLayerMixin):
         if self._counts.shape == counts.shape:
             self._counts.copy_(counts)  # in place: graphs hold its address
         else:
-            self._counts = counts.to(self.device)
+            self._counts = _in_place(counts.to(self.device))
             self._make_arrivals()
         self._room = max(self._ledger.lengths, default=0)
 
@@ -561,9 +562,9 @@ class LocksLayer(CacheLayerMixin):
         self._require_committed()
         ledger = self._rows
         rows = rows.to(self.device)
-        self._key_buffer = self._key_buffer.index_select(0, rows)
-        self._value_buffer = self._value_buffer.index_select(0, rows)
-        self.summaries = {name: array.index_select(0, rows) for name, array in self.summaries.items()}
+        self._key_buffer = _in_place(self._key_buffer.index_select(0, rows))
+        self._value_buffer = _in_place(self._value_buffer.index_select(0, rows))
+        self.summaries = {name: _in_place(array.index_select(0, rows)) for name, array in self.summaries.items()}
         if ledger.uniform and rows.shape[0] == ledger.batch and ledger.all_real:
             return  # beams of equal length: nothing that the host tracks differs between rows
         host_rows = rows.tolist()
@@ -634,7 +635,14 @@ def _grown(buffer: torch.Tensor, size: int) -> torch.Tensor:
     """
     grown = buffer.new_zeros((*buffer.shape[:2], size, *buffer.shape[3:]))
     grown[:, :, : buffer.shape[2]] = buffer
-    return grown
+    return _in_place(grown)
+
+
+def _in_place(buffer: torch.Tensor) -> torch.Tensor:
+    """Tell the compiler that steps write to the buffer where it lies: otherwise it captures no CUDA graphs."""
+    if buffer.device.type == "cuda":
+        torch._dynamo.mark_static_address(buffer, guard=False)
+    return buffer
 
 
 # Layers that see every token and say how many they have seen.

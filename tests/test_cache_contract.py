@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from locks_hf import LocksCache
+from locks_hf.cache import LocksLayer
 from tests.helpers import (
     FULL_ATTENTION,
     PAGE,
@@ -169,6 +170,29 @@ def test_generate_in_prefill_chunks_gives_the_tokens_of_one_piece(llama, chunk):
     expected = greedy(llama, ids, 8, small_cache(), attention_mask=mask)
     chunked = greedy(llama, ids, 8, small_cache(), attention_mask=mask, prefill_chunk_size=chunk)
     assert torch.equal(chunked, expected)
+
+
+@pytest.mark.parametrize("selector", ("locks", "quest"))
+def test_where_the_device_counts_prefill_chunks_and_turns_give_the_same(llama, monkeypatch, selector):
+    """As on a GPU, where the length is a tensor once steps need nothing from the host."""
+    ids, mask = left_pad(prompts_of((40, 33, 5)))
+
+    def two_turns():
+        cache = small_cache(selector=selector)
+        first = greedy(llama, ids, 8, cache, attention_mask=mask, prefill_chunk_size=7)
+        more = torch.cat([ids, first, random_tokens(3, 5)], dim=1)
+        longer = torch.cat([mask, torch.ones(3, 13, dtype=mask.dtype)], dim=1)
+        return torch.cat([first, greedy(llama, more, 8, cache, attention_mask=longer)], dim=1)
+
+    expected, plain = two_turns(), LocksLayer.get_seq_length
+
+    def on_the_device(layer):
+        if layer._started and layer.steps_on_device:
+            return layer._counts[-1] + (0 if layer._staged is None else layer._staged[0].shape[2])
+        return plain(layer)
+
+    monkeypatch.setattr(LocksLayer, "get_seq_length", on_the_device)
+    assert torch.equal(two_turns(), expected)
 
 
 def test_continuing_a_prefilled_cache_gives_what_one_long_prompt_gives(llama):

@@ -85,32 +85,45 @@ class Uncaptured(CpuClock):
     """The host's clock on a GPU: the same steps, not in a graph."""
 
 
+@pytest.fixture
+def logits_after(shape, clock, model):
+    """The logits after so many steps of an arm, captured or not, compiled or not."""
+
+    def run(steps, name, captured, compiler, budget=256):
+        timer = clock if captured else Uncaptured(clock.device)
+        bench = Bench(shape, model, timer, compiler, Protocol(), torch.bfloat16, budget=budget)
+        with open_session(bench, parse_arm(name), 1000, 2, HeldContext(bench, 1000, 2)) as session:
+            for _ in range(steps):
+                session.step()
+            timer.wait()
+            torch.cuda.synchronize()
+            return session.logits().float().clone()
+
+    return run
+
+
+ARMS = ("cudnn", "flash", "quest", "locks-r4i4", "locks-r8i4")
+
+
 @pytest.mark.parametrize("kind", ("eager", "compiled"))
-@pytest.mark.parametrize("name", ("none", "cudnn", "flash", "quest", "locks-r4i4", "locks-r8i4"))
-def test_replays_do_what_the_steps_do(shape, clock, model, name, kind):
-    arm, found = parse_arm(name), []
+@pytest.mark.parametrize("name", ARMS)
+def test_replays_do_what_the_steps_do(clock, logits_after, name, kind):
     with many_arms():
-        for timer in (Uncaptured(clock.device), clock):
-            bench = Bench(
-                shape,
-                model,
-                timer,
-                Compiler(kind if timer is clock else "eager", "default", clock.device),
-                Protocol(),
-                torch.bfloat16,
-                budget=256,
-            )
-            shared = HeldContext(bench, 1000, 2)
-            with open_session(bench, arm, 1000, 2, shared) as session:
-                # Compiled code rounds otherwise, so that soon another token is the likeliest: there one step.
-                for _ in range(20 if kind == "eager" else 1):
-                    session.step()
-                timer.wait()
-                torch.cuda.synchronize()
-                found.append(session.logits().float().clone())
-    if name != "none":  # what it returns instead of attention is drawn anew
-        torch.testing.assert_close(found[1], found[0], rtol=0.1, atol=0.1)
-    assert torch.isfinite(found[1]).all()
+        compiler = Compiler(kind, "default", clock.device)
+        steps, replays = (logits_after(20, name, captured, compiler) for captured in (False, True))
+    torch.testing.assert_close(replays, steps, rtol=0.1, atol=0.1)
+    assert torch.isfinite(replays).all()
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_compiled_steps_do_what_eager_ones_do(clock, logits_after, name):
+    # Compiled code rounds otherwise, so that soon other pages and tokens are the likeliest: one step over all pages.
+    with many_arms():
+        eager, compiled = (
+            logits_after(1, name, True, Compiler(kind, "default", clock.device), budget=1040)
+            for kind in ("eager", "compiled")
+        )
+    torch.testing.assert_close(compiled, eager, rtol=0.1, atol=0.1)
 
 
 def test_the_gpu_is_read(clock):
