@@ -298,8 +298,11 @@ class LocksLayer(CacheLayerMixin):
         """Count a step that ran without the host, as :meth:`take_step` does others."""
         self._positions += 1
 
-    def make_room(self, tokens: int) -> None:
+    def make_room(self, tokens: int) -> bool:
         """Grow, if it has to be, for so many more tokens a row; asks the device only when room may be short.
+
+        Returns:
+            Whether the buffers moved.
 
         Raises:
             ValueError: If they do not fit ``max_cache_len``.
@@ -307,8 +310,10 @@ class LocksLayer(CacheLayerMixin):
         self._room += tokens
         limit = self.config.max_cache_len or self._key_buffer.shape[2]
         if self._room > min(limit, self._key_buffer.shape[2]):
-            self._room = self.max_length + tokens
+            self._room, before = self.max_length + tokens, self._key_buffer
             self._reserve(self._room)
+            return self._key_buffer is not before
+        return False
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Logical length: every position seen, padding included.
@@ -753,12 +758,10 @@ class LocksCache(Cache):
         Raises:
             ValueError: If the step does not fit ``max_cache_len``.
         """
-        before = self.addresses()
-        for layer in self.locks_layers:
-            layer.make_room(1)
-        if self.addresses() != before:
+        layers = self.locks_layers
+        if any([layer.make_room(1) for layer in layers]):  # a list: all of them, not up to the first that moves
             return False
-        for layer in self.locks_layers:
+        for layer in layers:
             layer.count_replayed_step()
         return True
 

@@ -87,9 +87,7 @@ def in_two_parts(
     return out
 
 
-def _masked(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, scaling: float
-) -> torch.Tensor:
+def _masked(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, scaling: float) -> torch.Tensor:
     """As :func:`continue_densely` with masks; ``(B, H * G, n, d)``.
 
     The query heads of a group are taken as more queries of one head, so that keys and values need not be repeated.

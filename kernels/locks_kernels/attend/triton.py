@@ -76,9 +76,6 @@ def _attend_split_kernel(
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     split = tl.program_id(0)
     row_head = tl.program_id(1).to(tl.int64)
     row = row_head // H
@@ -91,6 +88,9 @@ def _attend_split_kernel(
     b_query = tl.load(p_query, mask=m_group[:, None] & m_channel[None, :], other=0.0)
     if UPCAST:
         b_query = b_query.to(tl.float32)
+    if PDL:  # in a decode step the query is older than the kernel before, the pages are not
+        gdc_wait()
+        gdc_launch_dependents()
     length = tl.minimum(tl.load(lengths_ptr + row), capacity)
     p_head = row * stride_kv_row + head * stride_kv_head
 
@@ -108,17 +108,16 @@ def _attend_split_kernel(
         m_token = real[:, None] & m_channel[None, :]
         o_token = p_head + token[:, None] * stride_kv_token + channel[None, :]
         b_key = tl.load(keys_ptr + o_token, mask=m_token, other=0.0)
+        b_value = tl.load(values_ptr + o_token, mask=m_token, other=0.0)  # on its way while the logits are made
         if UPCAST:
             b_key = b_key.to(tl.float32)
+            b_value = b_value.to(tl.float32)
         b_logit = tl.dot(b_query, tl.trans(b_key), input_precision="ieee").to(tl.float32) * scaling
         b_logit = tl.where(real[None, :], b_logit, float("-inf"))
         larger = tl.maximum(b_max, tl.max(b_logit, axis=1))
         safe = tl.where(larger == float("-inf"), 0.0, larger)
         b_weight = tl.exp(b_logit - safe[:, None])
         rescale = tl.exp(b_max - safe)
-        b_value = tl.load(values_ptr + o_token, mask=m_token, other=0.0)
-        if UPCAST:
-            b_value = b_value.to(tl.float32)
         b_out = b_out * rescale[:, None]
         b_out += tl.dot(b_weight.to(b_value.dtype), b_value, input_precision="ieee")
         b_sum = b_sum * rescale + tl.sum(b_weight, axis=1)

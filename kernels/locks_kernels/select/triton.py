@@ -139,14 +139,30 @@ def _choose(key, wanted, low, S: tl.constexpr):
     high = tl.max(key) + 1
     low = tl.maximum(low, tl.min(tl.where(key > 0, key, 0xFFFFFFFF)))
     count = tl.sum((key >= low).to(tl.int32))
+    beyond = count * 0  # keys that reach `high`
     while (high - low > 1) & (count != wanted):
-        middle = low + (high - low) // 2
-        reached = tl.sum((key >= middle).to(tl.int32))
-        if reached >= wanted:
-            low = middle
-            count = reached
+        # Two thresholds, counted in the halves of one word: the middle, and where keys evenly spread would have it.
+        width = high - low
+        middle = low + width // 2
+        share = ((count - wanted).to(tl.float32) + 0.5) / (count - beyond).to(tl.float32)
+        guess = low + (width.to(tl.float32) * share).to(tl.uint32)
+        guess = tl.minimum(tl.maximum(guess, low + 1), high - 1)
+        first = tl.minimum(middle, guess)
+        second = tl.maximum(middle, guess)
+        both = tl.sum((key >= first).to(tl.uint32) + ((key >= second).to(tl.uint32) << 16))
+        n_first = (both & 0xFFFF).to(tl.int32)
+        n_second = (both >> 16).to(tl.int32)
+        if n_second >= wanted:
+            low = second
+            count = n_second
+        elif n_first >= wanted:
+            low = first
+            count = n_first
+            high = second
+            beyond = n_second
         else:
-            high = middle
+            high = first
+            beyond = n_first
     chosen = key >= low
     if count != wanted:  # equal keys at the threshold
         above = key > low
