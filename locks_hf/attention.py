@@ -277,7 +277,6 @@ def _device_step(
         layer.value_buffer,
         layer.summaries,
         layer.counts,
-        layer.arrivals,
         layer.selector.layout(config, query.shape[-1]),
         config.refit,
         config.combine,

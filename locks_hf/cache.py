@@ -79,7 +79,6 @@ class LocksLayer(CacheLayerMixin):
         self._value_buffer: torch.Tensor | None = None
         self._ledger: RowLedger | None = None  # behind the device while decoding: read it through `_rows`
         self._counts: torch.Tensor | None = None  # see `counts`
-        self._arrivals: torch.Tensor | None = None  # see `arrivals`
         self._summarized: list[int] = []  # pages of each row that have a summary
         self._started = False
         self._positions = 0  # seen in passes that the host took part in: the same for all layers
@@ -172,11 +171,6 @@ class LocksLayer(CacheLayerMixin):
         return self._counts
 
     @property
-    def arrivals(self) -> torch.Tensor:
-        """int32 ``(B * H,)`` of zeros: scratch of decode steps on the device."""
-        return self._arrivals
-
-    @property
     def steps_on_device(self) -> bool:
         """Whether the next single token can be a decode step that the host takes no part in."""
         return self._started and not self._drafting and isinstance(self.selector, LocksSelector)
@@ -233,7 +227,6 @@ class LocksLayer(CacheLayerMixin):
         self._nowhere = key_states.new_full((1, 1, 1, 1), float("nan"))
         self._ledger = RowLedger(batch)
         self._counts = _in_place(torch.zeros(batch + 1, dtype=torch.int32, device=self.device))
-        self._make_arrivals()
         self._summarized = [0] * batch
         self.is_initialized = True
 
@@ -486,7 +479,6 @@ class LocksLayer(CacheLayerMixin):
             self.summaries = {name: _in_place(array.clone()) for name, array in self.summaries.items()}
         if self._counts.is_inference() and not torch.is_inference_mode_enabled():
             self._counts = _in_place(self._counts.clone())
-            self._make_arrivals()
 
     def _summarize_complete_pages(self) -> None:
         page_size = self.config.page_size
@@ -546,10 +538,6 @@ class LocksLayer(CacheLayerMixin):
         ]
         self._publish_counts()
 
-    def _make_arrivals(self) -> None:
-        rows = (self._counts.shape[0] - 1) * self.n_kv_heads
-        self._arrivals = _in_place(torch.zeros(rows, dtype=torch.int32, device=self.device))
-
     def _publish_counts(self) -> None:
         """Tell the device what the ledger holds."""
         counts = torch.tensor([*self._ledger.lengths, self._ledger.seen], dtype=torch.int32)
@@ -558,7 +546,6 @@ class LocksLayer(CacheLayerMixin):
             self._counts.copy_(counts)  # in place: graphs hold its address
         else:
             self._counts = _in_place(counts.to(self.device))
-            self._make_arrivals()
         self._room = max(self._ledger.lengths, default=0)
 
     def _take_rows(self, rows: torch.Tensor) -> None:
@@ -749,7 +736,7 @@ class LocksCache(Cache):
         return tuple(
             array.data_ptr()
             for layer in self.locks_layers
-            for array in (layer.key_buffer, layer.value_buffer, layer.counts, layer.arrivals, *layer.summaries.values())
+            for array in (layer.key_buffer, layer.value_buffer, layer.counts, *layer.summaries.values())
         )
 
     def begin_step(self) -> bool:

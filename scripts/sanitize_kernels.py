@@ -42,19 +42,18 @@ def main() -> None:
 
 
 def decode(layout: SummaryLayout, rows: int, heads: int, group: int, pages: int) -> None:
-    """Decode steps over the end of a page, few pages (selected by one program) or many (by the last of several)."""
+    """Decode steps over the end of a page, few pages or many."""
     capacity, head_dim = pages * layout.page_size, layout.head_dim
     keys = torch.randn(rows, heads, capacity, head_dim, device="cuda", dtype=torch.bfloat16)
     values = torch.randn_like(keys)
     summaries = summarize(keys.unflatten(2, (pages, layout.page_size)).flatten(0, 2), layout, True)
     summaries = {name: array.unflatten(0, (rows, heads, pages)) for name, array in summaries.items()}
     counts = torch.tensor([capacity - 20, capacity // 2, capacity - 20], dtype=torch.int32, device="cuda")
-    arrivals = torch.zeros(rows * heads, dtype=torch.int32, device="cuda")
     for step in range(layout.page_size + 2):
         query = torch.randn(rows, heads * group, head_dim, device="cuda", dtype=torch.bfloat16)
         key, value = torch.randn(2, rows, heads, head_dim, device="cuda", dtype=torch.bfloat16)
         real = torch.tensor([True, step % 2 == 0], device="cuda")
-        state = (keys, values, summaries, counts, arrivals, layout, True, "share", 6)
+        state = (keys, values, summaries, counts, layout, True, "share", 6)
         output = decode_step(query, key, value, real, *state, head_dim**-0.5)
         if not torch.isfinite(output).all():
             raise SystemExit(f"step {step} of head_dim {head_dim}, rank {layout.rank}, {pages} pages is not finite")

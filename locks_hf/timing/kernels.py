@@ -206,7 +206,6 @@ def _bodies(this: Run, shape, arm: Arm, context: int, batch: int) -> dict[str, t
             layer.value_buffer,
             layer.summaries,
             layer.counts,
-            layer.arrivals,
             layout,
             config.refit,
             config.combine,

@@ -13,10 +13,7 @@ from .harness import Session
 _TERMS = (
     ("attend", r"_attend_|_end_kernel"),
     ("score", r"\bscore_kernel|_score_kernel|_prepare_kernel"),
-    (
-        "select",
-        r"_select_kernel|_combine_kernel|_normalizer_kernel|_group_max_kernel|_top_pages_kernel|_search_pages_kernel",
-    ),
+    ("select", r"_combine_kernel|_normalizer_kernel|_group_max_kernel|_top_pages_kernel|_search_pages_kernel"),
     ("append", r"_append_kernel|_summarize_kernel"),
     ("dense", r"(?i)flash|fmha|sdpa|batchdecode|batchprefill|persistent.*paged|mergestates"),
     ("weights", r"(?i)gemm|gemv|cutlass|cublas|nvjet|splitk|xmma|_mm_|_mm\b"),
@@ -40,16 +37,20 @@ def summarise_events(events: Sequence[Event], steps: int) -> dict | None:
         steps: Steps that they are of.
 
     Returns:
-        ``span_us`` from the first start to the last end and ``kernels``, both a step; ``terms_us``, with what no kernel
-        filled under ``gaps``; ``top``, the kernels with the most time: name, launches and microseconds a step.
+        ``span_us`` from the first start to the last end and ``kernels``, both a step; ``terms_us``, where of kernels that
+        overlap the later one counts from the end of the other, with what no kernel filled under ``gaps``; ``top``, the kernels with the most time: name, launches and microseconds a step.
         ``None`` if there are no events.
     """
     if not events:
         return None
     span = max(start + duration for _, start, duration in events) - min(start for _, start, _ in events)
     by_name: dict[str, list[float]] = defaultdict(list)
-    for name, _, duration in events:
-        by_name[name].append(duration)
+    last = float("-inf")
+    for name, start, duration in sorted(events, key=lambda event: event[1]):
+        # A kernel may be launched while the one before it ends, and wait: it counts from there.
+        end = max(last, start + duration)
+        by_name[name].append(end - max(start, last))
+        last = end
     terms = dict.fromkeys(TERMS, 0.0)
     for name, durations in by_name.items():
         terms[term_of(name)] += sum(durations) / steps

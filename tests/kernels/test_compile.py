@@ -25,7 +25,6 @@ from locks_hf.kernels.select.triton import (
     _group_max_kernel,
     _normalizer_kernel,
     _search_pages_kernel,
-    _select_kernel,
     _top_pages_kernel,
 )
 from locks_hf.kernels.summarize.triton import _summarize_kernel, summarize_options
@@ -35,8 +34,9 @@ POINTERS = {
     "scales_ptr": "*bf16", "codes_ptr": "*i8", "unit_ptr": "*fp32", "bias_ptr": "*i32", "n_pages_ptr": "*i32",
     "lengths_ptr": "*i32", "counts_ptr": "*i32", "added_ptr": "*i32", "real_ptr": "*u8", "pages_ptr": "*i32",
     "groups_ptr": "*i32", "lse_ptr": "*fp32", "partial_ptr": "*fp32", "value_ptr": "*fp32", "group_max_ptr": "*fp32",
-    "partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32", "arrivals_ptr": "*i32",
+    "partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32",
 }  # fmt: skip
+NO_CHOICE = {"CHOOSE": False, "GROUP": 1, "C": 1, "S": 1, "BLOCK_K": 1}
 FLOATS = {"scaling", "rank_tolerance", "ridge_factor"}
 
 
@@ -95,7 +95,11 @@ def test_kernels_compile(capability, head_dim):
         ),
         compiled(
             _attend_split_kernel, capability, H=4, G=8, BLOCK_G=16, D=head_dim, BLOCK_D=block_d, P=16,
-            BLOCK_N=64 if head_dim <= 128 else 32, UPCAST=False,
+            BLOCK_N=64 if head_dim <= 128 else 32, UPCAST=False, **NO_CHOICE,
+        ),
+        compiled(
+            _attend_split_kernel, capability, num_stages=1, H=4, G=8, BLOCK_G=16, D=head_dim, BLOCK_D=block_d, P=16,
+            BLOCK_N=64 if head_dim <= 128 else 32, UPCAST=False, CHOOSE=True, GROUP=16, C=128, S=32, BLOCK_K=128,
         ),
         compiled(_attend_combine_kernel, capability, G=8, D=head_dim, **combine_options(32, head_dim)),
     ]  # fmt: skip
@@ -126,8 +130,9 @@ def test_score_compiles_for_every_kind_of_summary(rank, bits, page_size, group, 
 def test_large_pages_compile():
     """Pages of 64 tokens, where shared memory is scarcest: fp32 keys of head_dim 256."""
     attend_kernel = compiled(
-        _attend_split_kernel, 80, dtype="fp32", H=4, G=8, BLOCK_G=16, D=256, BLOCK_D=256, P=64, BLOCK_N=32, UPCAST=False
-    )
+        _attend_split_kernel, 80, dtype="fp32", H=4, G=8, BLOCK_G=16, D=256, BLOCK_D=256, P=64, BLOCK_N=32,
+        UPCAST=False, **NO_CHOICE,
+    )  # fmt: skip
     options = {**combine_options(32, 256), **summarize_options(SummaryLayout(256, 4, 64), True)}
     end_kernel = compiled(_end_kernel, 80, dtype="fp32", pointers=BYTES, H=4, G=8, **options)
     for kernel in (attend_kernel, end_kernel):
@@ -155,10 +160,9 @@ def test_select_kernels_compile(capability):
     for kernel in (
         compiled(_normalizer_kernel, capability, HG=32, BLOCK=1024),
         compiled(
-            _combine_kernel, capability, H=4, G=7, BLOCK_G=8, P=16, RULE=0, BLOCK=512, GROUP=16, BLOCK_S=64, C=128,
-            S=16, BLOCK_K=128, STEP=True, CHOOSE=True, HAS_REAL=True,
+            _combine_kernel, capability, H=4, G=7, BLOCK_G=8, P=16, RULE=0, BLOCK=512, GROUP=16, BLOCK_S=64,
+            STEP=True, HAS_REAL=True,
         ),
-        compiled(_select_kernel, capability, H=4, G=7, BLOCK_G=8, P=16, RULE=0, C=128, S=16, HAS_REAL=True),
         compiled(_group_max_kernel, capability, GROUP=16, BLOCK=64),
         compiled(_top_pages_kernel, capability, H=4, P=16, GROUP=16, S=32, C=128, BLOCK_K=128),
         compiled(_search_pages_kernel, capability, H=4, P=16, BLOCK=1024),

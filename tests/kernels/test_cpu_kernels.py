@@ -449,7 +449,6 @@ def test_decode_step_equals_the_reference(dtype, size, slots):
     summaries = {name: a.unflatten(0, (rows, heads, -1)) for name, a in summarize_cpu(pages, layout, True).items()}
     # A page ends in each row; the last row has room for one token only.
     counts = torch.tensor([5 * size - 2, 2 * size - 1, 8 * size - 1, 8 * size], dtype=torch.int32)
-    arrivals = torch.zeros(rows * heads, dtype=torch.int32)
     state = (keys, values, summaries, counts)
     twin = (keys.clone(), values.clone(), {name: a.clone() for name, a in summaries.items()}, counts.clone())
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
@@ -457,7 +456,7 @@ def test_decode_step_equals_the_reference(dtype, size, slots):
         query = torch.randn(rows, heads * 2, 32, generator=g).to(dtype)
         key, value = torch.randn(2, rows, heads, 32, generator=g).to(dtype)
         real = None if step == 0 else torch.tensor([True, step == 2, True])
-        options = (arrivals, layout, True, "share", slots, 0.2)
+        options = (layout, True, "share", slots, 0.2)
         got = decode_step_cpu(query, key, value, real, *state, *options)
         expected = decode_step_reference(query, key, value, real, *twin, *options)
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, equal_nan=True)

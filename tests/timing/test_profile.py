@@ -10,7 +10,6 @@ from locks_hf.timing.tables import profile_table
         ("_attend_combine_kernel", "attend"),
         ("_score_kernel", "score"),
         ("_combine_kernel", "select"),
-        ("_select_kernel", "select"),
         ("score_kernel", "score"),
         ("_end_kernel", "attend"),
         ("_top_pages_kernel", "select"),
@@ -39,6 +38,12 @@ def test_events_are_added_up_a_step_with_the_gaps_between_them():
     assert summary["terms_us"] == {**dict.fromkeys(TERMS, 0.0), "score": 5.0, "weights": 11.5, "gaps": 3.5}
     assert summary["top"][0] == ["nvjet_x", 1.0, 11.5]
     assert summarise_events([], 2) is None
+
+
+def test_a_kernel_that_waits_for_another_counts_from_its_end():
+    events = [("_score_kernel", 0.0, 10.0), ("_combine_kernel", 4.0, 8.0), ("_attend_split_kernel", 5.0, 6.0)]
+    terms = summarise_events(events, 1)["terms_us"]
+    assert (terms["score"], terms["select"], terms["attend"], terms["gaps"]) == (10.0, 2.0, 0.0, 0.0)
 
 
 def test_the_table_has_profiled_cells_alone():

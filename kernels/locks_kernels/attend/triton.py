@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..backend import interpreting
+from ..select.triton import RankedPages, best_pages
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ def _attend_split_kernel(
     values_ptr,
     pages_ptr,
     lengths_ptr,
+    value_ptr,
+    group_max_ptr,
+    groups_ptr,
     partial_out_ptr,
     partial_lse_ptr,
     scaling,
@@ -61,6 +65,8 @@ def _attend_split_kernel(
     slots_per_split,
     n_splits,
     capacity,
+    max_pages,
+    n_groups,
     stride_query_row,
     stride_query_head,
     stride_kv_row,
@@ -75,7 +81,13 @@ def _attend_split_kernel(
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
+    CHOOSE: tl.constexpr,
+    GROUP: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
+    """Attend the pages of a few slots of one (row, KV head); to ``CHOOSE``, find out first which pages these are."""
     split = tl.program_id(0)
     row_head = tl.program_id(1).to(tl.int64)
     row = row_head // H
@@ -99,10 +111,31 @@ def _attend_split_kernel(
     b_out = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
     first = split * slots_per_split
     last = tl.minimum(first + slots_per_split, slots)
+    if CHOOSE:
+        own = row_head * n_splits + split
+        p_pages = pages_ptr + own * slots_per_split
+        best_pages(
+            value_ptr + row_head * max_pages,
+            group_max_ptr + row_head * n_groups,
+            groups_ptr + own * BLOCK_K,
+            p_pages,
+            tl.maximum(length - 1, 0) // P,
+            (length + P - 1) // P,
+            slots,
+            first,
+            last,
+            GROUP,
+            C,
+            S,
+            BLOCK_K,
+        )
+        tl.debug_barrier()
+    else:
+        p_pages = pages_ptr + row_head * slots + first
     offset = tl.arange(0, BLOCK_N)
     for start in range(first * P, last * P, BLOCK_N):  # a block may hold several pages or a part of one
         slot = (start + offset) // P
-        page = tl.load(pages_ptr + row_head * slots + slot, mask=slot < last, other=-1)
+        page = tl.load(p_pages + slot - first, mask=slot < last, other=-1)
         token = page.to(tl.int64) * P + (start + offset) % P
         real = (page >= 0) & (token < length)
         m_token = real[:, None] & m_channel[None, :]
@@ -203,7 +236,7 @@ def attend_splits(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    pages: torch.Tensor,
+    pages: torch.Tensor | RankedPages,
     lengths: torch.Tensor,
     page_size: int,
     scaling: float,
@@ -216,7 +249,7 @@ def attend_splits(
         query: As in :func:`locks_hf.kernels.attend.attend`, and the others up to ``scaling``.
         keys: Likewise.
         values: Likewise.
-        pages: Likewise.
+        pages: Likewise, or what they are to be chosen from.
         lengths: Likewise.
         page_size: Likewise.
         scaling: Likewise.
@@ -231,13 +264,22 @@ def attend_splits(
         keys, values = keys.contiguous(), values.contiguous()
     if query.stride(-1) != 1:
         query = query.contiguous()
-    pages = pages.contiguous()
-    group, slots = query.shape[1] // n_kv_heads, pages.shape[-1]
+    ranked = pages if isinstance(pages, RankedPages) else None
+    group, slots = query.shape[1] // n_kv_heads, pages.shape[-1] if ranked is None else ranked.slots
     if settings is None:
         settings = attend_settings(head_dim, page_size, batch * n_kv_heads, slots)
     n_splits = triton.cdiv(slots, settings.slots_per_split)
 
-    device = query.device
+    device, warps = query.device, settings.warps
+    value = group_max = groups = None
+    sizes = {"GROUP": 1, "C": 1, "S": 1, "BLOCK_K": 1}
+    if ranked is None:
+        pages = pages.contiguous()
+    else:
+        value, group_max, sizes, warps = ranked.value, ranked.group_max, ranked.sizes, max(warps, ranked.warps)
+        programs = batch * n_kv_heads * n_splits
+        pages = torch.empty((programs, settings.slots_per_split), dtype=torch.int32, device=device)
+        groups = torch.empty((programs, sizes["BLOCK_K"]), dtype=torch.int32, device=device)
     partial_out = torch.empty((batch * n_kv_heads, n_splits, group, head_dim), dtype=torch.float32, device=device)
     partial_lse = torch.empty((batch * n_kv_heads, n_splits, group), dtype=torch.float32, device=device)
     block_d = max(16, triton.next_power_of_2(head_dim))
@@ -247,6 +289,9 @@ def attend_splits(
         values,
         pages,
         lengths,
+        value,
+        group_max,
+        groups,
         partial_out,
         partial_lse,
         scaling,
@@ -254,6 +299,8 @@ def attend_splits(
         settings.slots_per_split,
         n_splits,
         keys.shape[2],
+        0 if value is None else value.shape[2],
+        0 if group_max is None else group_max.shape[1],
         query.stride(0),
         query.stride(1),
         keys.stride(0),
@@ -268,7 +315,9 @@ def attend_splits(
         BLOCK_N=settings.block_tokens,
         UPCAST=interpreting() and query.dtype == torch.bfloat16,  # the interpreter cannot multiply bf16 matrices
         **(launch or {"PDL": False}),
-        num_warps=settings.warps,
+        CHOOSE=ranked is not None,
+        **sizes,
+        num_warps=warps,
         num_stages=1 if settings.slots_per_split * page_size <= settings.block_tokens else 3,
     )
     return partial_out, partial_lse

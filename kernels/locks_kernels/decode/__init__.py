@@ -25,7 +25,6 @@ def decode_step(
     values: torch.Tensor,
     summaries: dict[str, torch.Tensor],
     counts: torch.Tensor,
-    arrivals: torch.Tensor,
     layout: SummaryLayout,
     refit: bool,
     rule: str,
@@ -44,7 +43,6 @@ def decode_step(
         values: Cached values, likewise.
         summaries: Arrays of :meth:`SummaryLayout.fields` with leading dimensions ``(B, H, capacity / P)``; updated.
         counts: int32 ``(B + 1,)``: cached tokens of each row, then logical positions seen; updated.
-        arrivals: int32 ``(B * H,)`` of zeros: what programs count themselves with; zeros again afterwards.
         layout: Sizes of the summaries.
         refit: Rule of the coefficients; see :func:`locks_hf.kernels.summarize.summarize`.
         rule: How query heads agree; see :func:`locks_hf.kernels.select.combine`.
@@ -72,16 +70,16 @@ def decode_step(
             f"query, keys and values must share a dtype, got {query.dtype}, {key.dtype}, {value.dtype}, {keys.dtype} "
             f"and {values.dtype}"
         )
+    if not (keys.is_contiguous() and values.is_contiguous()):
+        raise ValueError(f"keys and values are updated in place: make them contiguous, strides are {keys.stride()}")
     check_head_dim_and_dtype(head_dim, keys.dtype)
     check_page_size(layout.page_size)
-    if arrivals.shape != (batch * heads,) or arrivals.dtype != torch.int32:
-        raise ValueError(f"arrivals must be int32 ({batch * heads},), got {arrivals.dtype} {tuple(arrivals.shape)}")
     check_row_counts("counts", counts, batch + 1, None)
     if capacity % layout.page_size:
         raise ValueError(f"the capacity {capacity} must be a multiple of the page size {layout.page_size}")
     if real is not None and (real.shape != (batch,) or real.dtype != torch.bool):
         raise ValueError(f"real must be bool ({batch},), got {real.dtype} {tuple(real.shape)}")
-    state = (summaries, counts, arrivals, layout, refit, rule, slots, scaling)
+    state = (summaries, counts, layout, refit, rule, slots, scaling)
     if query.device.type == "cpu" and not torch.compiler.is_compiling():
         # On a CPU the dispatch of a registered operation costs as much as a good part of the step.
         return _run(query, key, value, real, keys, values, *state)
@@ -98,7 +96,6 @@ def decode_step(
         summaries["token_scales"],
         summaries["scales"],
         counts,
-        arrivals,
         layout.rank,
         layout.page_size,
         layout.basis_bits,
@@ -133,7 +130,6 @@ def _run(query: torch.Tensor, *arguments) -> torch.Tensor:
         "token_scales",
         "scales",
         "counts",
-        "arrivals",
     ),
 )
 def _decode_step(
@@ -149,7 +145,6 @@ def _decode_step(
     token_scales: torch.Tensor,
     scales: torch.Tensor,
     counts: torch.Tensor,
-    arrivals: torch.Tensor,
     rank: int,
     page_size: int,
     basis_bits: int,
@@ -166,7 +161,7 @@ def _decode_step(
         "token_scales": token_scales,
         "scales": scales,
     }
-    state = (summaries, counts, arrivals, layout, refit, rule, slots, scaling)
+    state = (summaries, counts, layout, refit, rule, slots, scaling)
     return _run(query, key, value, real, keys, values, *state)
 
 

@@ -20,7 +20,6 @@ def decode_step_cpu(
     values: torch.Tensor,
     summaries: dict[str, torch.Tensor],
     counts: torch.Tensor,
-    arrivals: torch.Tensor,
     layout: SummaryLayout,
     refit: bool,
     rule: str,

@@ -110,7 +110,6 @@ def decode_step_triton(
     values: torch.Tensor,
     summaries: dict[str, torch.Tensor],
     counts: torch.Tensor,
-    arrivals: torch.Tensor,
     layout: SummaryLayout,
     refit: bool,
     rule: str,
@@ -121,9 +120,11 @@ def decode_step_triton(
     batch, n_kv_heads, capacity, head_dim = keys.shape
     group, page_size = query.shape[1] // n_kv_heads, layout.page_size
     launch = programmatic_launch(query.device)
+    if query.stride(-1) != 1:  # here, for attention reads it before the kernel in front of it has ended
+        query = query.contiguous()
     step = (key, value, real, keys, values)
     lse, partial = score_pages(query, summaries, counts, capacity // page_size, layout, scaling, step)
-    pages, lengths, added = select_step(lse, partial, counts, real, arrivals, rule, page_size, slots)
+    pages, lengths, added = select_step(lse, partial, counts, real, rule, page_size, slots)
     partial_out, partial_lse = attend_splits(query, keys, values, pages, lengths, page_size, scaling, launch)
     out = torch.empty((batch, n_kv_heads * group, head_dim), dtype=query.dtype, device=query.device)
     n_splits = partial_out.shape[1]

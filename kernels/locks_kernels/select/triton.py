@@ -6,11 +6,13 @@ outside them is beaten by one page of each. Both choices search the threshold ov
 values, in registers, and end when it separates exactly as many as are wanted. What does not fit in registers is
 searched in memory.
 
-In a decode step the last program of a (row, KV head) to have combined its pages goes on to choose among all of them;
-where they are few, one program does everything.
+In a decode step the programs that attend choose the pages themselves, each for all: one launch less, and their code is
+at hand on the multiprocessors, which decides how long a search of a few thousand values takes.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -22,7 +24,7 @@ from ..backend import programmatic_launch
 _RULE_CODES = {"share": 0, "max": 1, "mass": 2}
 _GROUP = 16  # pages
 _MOST_IN_REGISTERS = 1 << 15  # values of one search: 64 a thread of 512
-_MOST_AT_ONCE = 1 << 14  # scores of a (row, KV head) that one program takes from the first to the last step
+_MOST_BESIDE = 1 << 13  # likewise, in a program that has other things to do
 
 
 @triton.jit
@@ -131,24 +133,27 @@ def _rank(chosen, S: tl.constexpr):
 
 
 @triton.jit
-def _choose(key, wanted, low, S: tl.constexpr):
+def _choose(key, wanted, low, count, near_low, S: tl.constexpr):
     """Mark the ``wanted`` largest of the positive keys of a ``(C, S)`` tile, earlier ones first among equals.
 
-    At least ``wanted`` keys reach ``low``. Returns the marks and a threshold that exactly or at least as many reach.
+    At least ``wanted`` keys and at most ``count`` reach ``low``. The threshold is just above ``low`` if ``near_low``, or
+    else a few octaves below the largest key. Returns the marks and a threshold that exactly or at least as many reach.
     """
     high = tl.max(key) + 1
-    low = tl.maximum(low, tl.min(tl.where(key > 0, key, 0xFFFFFFFF)))
-    count = tl.sum((key >= low).to(tl.int32))
     beyond = count * 0  # keys that reach `high`
+    reach = tl.where(near_low, 1 << 19, 1 << 25).to(tl.uint32)
     while (high - low > 1) & (count != wanted):
-        # Two thresholds, counted in the halves of one word: the middle, and where keys evenly spread would have it.
+        # Two thresholds, counted in the halves of one word: one that gallops from the near end until it is the middle,
+        # and one where keys evenly spread would have it.
         width = high - low
-        middle = low + width // 2
+        first = tl.minimum(width // 2, reach)
+        first = tl.where(near_low, low + first, high - first)
+        reach = tl.minimum(reach, 1 << 28) * 4
         share = ((count - wanted).to(tl.float32) + 0.5) / (count - beyond).to(tl.float32)
         guess = low + (width.to(tl.float32) * share).to(tl.uint32)
         guess = tl.minimum(tl.maximum(guess, low + 1), high - 1)
-        first = tl.minimum(middle, guess)
-        second = tl.maximum(middle, guess)
+        second = tl.maximum(first, guess)
+        first = tl.minimum(first, guess)
         both = tl.sum((key >= first).to(tl.uint32) + ((key >= second).to(tl.uint32) << 16))
         n_first = (both & 0xFFFF).to(tl.int32)
         n_second = (both >> 16).to(tl.int32)
@@ -172,7 +177,7 @@ def _choose(key, wanted, low, S: tl.constexpr):
 
 
 @triton.jit
-def _best_pages(
+def best_pages(
     p_value,
     p_group_max,
     p_groups,
@@ -180,14 +185,17 @@ def _best_pages(
     n_scored,
     n_total,
     slots,
+    start,
+    end,
     GROUP: tl.constexpr,
     C: tl.constexpr,
     S: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write the first, the last and the best other pages of one (row, KV head), ascending, then -1.
+    """Choose the first, the last and the best other pages of one (row, KV head), ``slots`` in all or all there are.
 
-    Pages up to ``n_scored`` have values and groups of them maxima; ``n_total`` exist.
+    Those at ``start`` to ``end`` of the ascending choice are written to ``p_pages``, and -1 past its end. Pages up to
+    ``n_scored`` have values and groups of them maxima; ``n_total`` exist.
     """
     last = n_total - 1
     wanted = tl.minimum(slots, n_total)
@@ -195,6 +203,7 @@ def _best_pages(
     used_groups = (n_total + GROUP - 1) // GROUP
     index = tl.arange(0, BLOCK_K)
     low = tl.full((), 1, dtype=tl.uint32)
+    count = n_total - forced
     n_candidates = used_groups
     candidate = index
     if used_groups > slots:
@@ -203,23 +212,24 @@ def _best_pages(
         m_forced = (group == 0) | (group == last // GROUP)
         key = tl.where(m_forced | (group >= used_groups), 0, _ordered(biggest))
         # Each chosen group has a page that reaches the threshold, so that it bounds the search among their pages too.
-        chosen, low = _choose(key, slots - 2, low, S)
+        chosen, low = _choose(key, slots - 2, low, used_groups - 2, False, S)
         chosen = chosen | m_forced
         tl.store(p_groups + _rank(chosen, S), group, mask=chosen)
         n_candidates = slots + 0
+        count = slots * GROUP
         tl.debug_barrier()
         candidate = tl.load(p_groups + index, mask=index < slots, other=0)
     page = candidate[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     m_page = (index < n_candidates)[:, None] & (page < n_total)
     value = tl.load(p_value + page, mask=m_page & (page < n_scored), other=float("-inf"))
-    m_forced = m_page & ((page == 0) | (page == last))
+    chosen = m_page & ((page == 0) | (page == last))
     key = tl.where(m_page & (page != 0) & (page != last), _ordered(value), 0)
-    chosen = m_forced
     if wanted > forced:
-        best, low = _choose(key, wanted - forced, low, GROUP)
+        best, low = _choose(key, wanted - forced, low, count, used_groups > slots, GROUP)
         chosen = chosen | best
-    tl.store(p_pages + _rank(chosen, GROUP), page, mask=chosen)
-    tl.store(p_pages + index, index * 0 - 1, mask=(index >= wanted) & (index < slots))
+    place = _rank(chosen, GROUP)
+    tl.store(p_pages + place - start, page, mask=chosen & (place >= start) & (place < end))
+    tl.store(p_pages + index - start, index * 0 - 1, mask=(index >= wanted) & (index >= start) & (index < end))
 
 
 @triton.jit
@@ -241,15 +251,11 @@ def _combine_kernel(
     real_ptr,
     value_ptr,
     group_max_ptr,
-    groups_ptr,
-    pages_ptr,
     lengths_ptr,
     added_ptr,
-    arrivals_ptr,
     max_pages,
     n_splits,
     n_groups,
-    slots,
     H: tl.constexpr,
     G: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -258,15 +264,11 @@ def _combine_kernel(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    C: tl.constexpr,
-    S: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     STEP: tl.constexpr,
-    CHOOSE: tl.constexpr,
     HAS_REAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Values of a block of pages and the largest of each group of them; in a decode step also the choice of pages."""
+    """Values of a block of pages and the largest of each group of them; in a decode step also the rows' lengths."""
     row_head = tl.program_id(1).to(tl.int64)
     row = row_head // H
     if PDL:
@@ -292,81 +294,6 @@ def _combine_kernel(
     biggest = tl.max(tl.reshape(_sanitized(value), (BLOCK // GROUP, GROUP)), axis=1)
     o_group = tl.program_id(0) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     tl.store(group_max_ptr + row_head * n_groups + o_group, biggest, mask=o_group < n_groups)
-    if CHOOSE:
-        tl.debug_barrier()  # all threads have stored
-        arrived = tl.atomic_add(arrivals_ptr + row_head, 1, sem="acq_rel")
-        if arrived == tl.num_programs(0) - 1:
-            tl.store(arrivals_ptr + row_head, 0)
-            _best_pages(
-                value_ptr + row_head * max_pages,
-                group_max_ptr + row_head * n_groups,
-                groups_ptr + row_head * BLOCK_K,
-                pages_ptr + row_head * slots,
-                n_pages,
-                (length + P - 1) // P,
-                slots,
-                GROUP,
-                C,
-                S,
-                BLOCK_K,
-            )
-
-
-@triton.jit
-def _select_kernel(
-    lse_ptr,
-    counts_ptr,
-    real_ptr,
-    pages_ptr,
-    lengths_ptr,
-    added_ptr,
-    max_pages,
-    slots,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    P: tl.constexpr,
-    RULE: tl.constexpr,
-    C: tl.constexpr,
-    S: tl.constexpr,
-    HAS_REAL: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The choice of pages of one (row, KV head) in a decode step, from the scores on: for few pages."""
-    row_head = tl.program_id(0).to(tl.int64)
-    row = row_head // H
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    n_pages, length, added = _counted(counts_ptr, real_ptr, row, max_pages, P, HAS_REAL)
-    if row_head % H == 0:
-        tl.store(lengths_ptr + row, length)
-        tl.store(added_ptr + row, added)
-    group = tl.arange(0, BLOCK_G)
-    page = tl.arange(0, C * S)
-    exists = page < n_pages
-    p_lse = lse_ptr + row_head * G * max_pages + (group[:, None] * max_pages + page[None, :])
-    b_lse = tl.load(p_lse, mask=(group < G)[:, None] & exists[None, :], other=float("-inf"))
-    normalizer = tl.zeros((BLOCK_G,), dtype=tl.float32)
-    if RULE != 2:
-        normalizer = _log_total(tl.trans(b_lse), tl.full((C * S, BLOCK_G), 1.0, dtype=tl.float32))
-    value = tl.where(exists, _rank_values(b_lse, normalizer, group, G, RULE), float("-inf"))
-    value = tl.reshape(value, (C, S))
-    page = tl.reshape(page, (C, S))
-    n_total = (length + P - 1) // P
-    last = n_total - 1
-    wanted = tl.minimum(slots, n_total)
-    forced = tl.minimum(n_total, 2)
-    chosen = (page < n_total) & ((page == 0) | (page == last))
-    if wanted > forced:
-        key = tl.where((page < n_pages) & (page != 0) & (page != last), _ordered(value), 0)
-        best, _ = _choose(key, wanted - forced, tl.full((), 1, dtype=tl.uint32), S)
-        chosen = chosen | best
-    p_pages = pages_ptr + row_head * slots
-    tl.store(p_pages + _rank(chosen, S), page, mask=chosen)
-    for start in range(wanted, slots, C):
-        index = start + tl.arange(0, C)
-        tl.store(p_pages + index, index * 0 - 1, mask=index < slots)
 
 
 @triton.jit
@@ -398,13 +325,15 @@ def _top_pages_kernel(
 ):
     row_head = tl.program_id(0).to(tl.int64)
     length = tl.minimum(tl.load(lengths_ptr + row_head // H), max_complete * P + P - 1)
-    _best_pages(
+    best_pages(
         value_ptr + row_head * max_complete,
         group_max_ptr + row_head * n_groups,
         groups_ptr + row_head * BLOCK_K,
         pages_ptr + row_head * slots,
         length // P,
         (length + P - 1) // P,
+        slots,
+        0,
         slots,
         GROUP,
         C,
@@ -485,67 +414,56 @@ def combine_triton(lse: torch.Tensor, n_pages: torch.Tensor, rule: str) -> torch
     return _launch_combine(lse, partial, n_pages, rule)[0]
 
 
+@dataclass(frozen=True)
+class RankedPages:
+    """Values of pages, for programs that choose by :func:`best_pages` themselves.
+
+    Attributes:
+        value: float32 ``(B, H, J)``.
+        group_max: Largest of each group of 16, float32 ``(B * H, J / 16)``.
+        slots: Pages to choose, at least 2.
+        sizes: Sizes of the searches.
+        warps: Warps that a program needs for them.
+    """
+
+    value: torch.Tensor
+    group_max: torch.Tensor
+    slots: int
+    sizes: dict[str, int]
+    warps: int
+
+
 def select_step(
     lse: torch.Tensor,
     partial: torch.Tensor,
     counts: torch.Tensor,
     real: torch.Tensor | None,
-    arrivals: torch.Tensor,
     rule: str,
     page_size: int,
     slots: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Choose the pages of a decode step from what :func:`locks_hf.kernels.score.triton.score_pages` left.
+) -> tuple[RankedPages | torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rank the pages of a decode step by what :func:`locks_hf.kernels.score.triton.score_pages` left.
 
     Args:
         lse: Page log-sum-exp, float32 ``(B, H, G, J)``, contiguous, with ``J`` the capacity in pages.
         partial: What is returned with it.
         counts: Tokens of each row before the new one, int32 ``(B,)`` or longer.
         real: As in :func:`locks_hf.kernels.decode.decode_step`.
-        arrivals: Likewise.
         rule: Likewise.
         page_size: Tokens a page.
         slots: Pages to choose, at least 2.
 
     Returns:
-        int32 ``(B, H, slots)``, ascending and ended by -1; int32 ``(B,)`` of the tokens of each row with the new one;
-        and int32 ``(B,)``: 1 where there is one, 0 where it is padding, -1 where it has no room.
+        The ranked pages, or, where the choice is too large to be made by programs that attend, the pages chosen, int32
+        ``(B, H, slots)``, ascending and ended by -1; int32 ``(B,)`` of the tokens of each row with the new one; and
+        int32 ``(B,)``: 1 where there is one, 0 where it is padding, -1 where it has no room.
     """
-    batch, n_kv_heads, group, max_pages = lse.shape
-    rows, device = batch * n_kv_heads, lse.device
-    pages = torch.empty((batch, n_kv_heads, slots), dtype=torch.int32, device=device)
-    lengths, added = torch.empty((2, batch), dtype=torch.int32, device=device).unbind(0)
-    block_group, block_pages = triton.next_power_of_2(group), max(128, triton.next_power_of_2(max_pages + 1))
-    if block_group * block_pages <= _MOST_AT_ONCE:
-        columns = max(1, block_pages // 128)
-        _select_kernel[(rows,)](
-            lse,
-            counts,
-            None if real is None else real.view(torch.uint8),
-            pages,
-            lengths,
-            added,
-            max_pages,
-            slots,
-            H=n_kv_heads,
-            G=group,
-            BLOCK_G=block_group,
-            P=page_size,
-            RULE=_RULE_CODES[rule],
-            C=block_pages // columns,
-            S=columns,
-            HAS_REAL=real is not None,
-            **programmatic_launch(device),
-            num_warps=max(4, min(16, block_group * block_pages // 1024)),
-        )
-        return pages, lengths, added
-    step = (real, pages, lengths, added, arrivals, page_size)
-    value, _ = _launch_combine(lse, partial, counts, rule, step)
-    if _search(max_pages, slots) is None:
-        _search_pages_kernel[(rows,)](
-            value, lengths, pages, max_pages, slots, H=n_kv_heads, P=page_size, BLOCK=1024, num_warps=4
-        )
-    return pages, lengths, added
+    lengths, added = torch.empty((2, lse.shape[0]), dtype=torch.int32, device=lse.device).unbind(0)
+    value, group_max = _launch_combine(lse, partial, counts, rule, (real, lengths, added, page_size))
+    sizes = _search(lse.shape[3], slots)
+    if sizes is not None and max(sizes["C"] * sizes["S"], sizes["BLOCK_K"] * _GROUP) <= _MOST_BESIDE:
+        return RankedPages(value, group_max, slots, {"GROUP": _GROUP, **sizes}, _search_warps(sizes)), lengths, added
+    return _launch_choice(value, group_max, lengths, page_size, slots), lengths, added
 
 
 def _search(max_pages: int, slots: int) -> dict[str, int] | None:
@@ -567,20 +485,15 @@ def _search_warps(sizes: dict[str, int]) -> int:
 def _launch_combine(
     lse: torch.Tensor, partial: torch.Tensor, counts: torch.Tensor, rule: str, step: tuple | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values ``(B, H, J)`` and the largest of each group of 16 pages; in a decode step also the pages, if they fit."""
+    """Values ``(B, H, J)`` and the largest of each group of 16 pages; in a decode step also lengths."""
     batch, n_kv_heads, group, max_pages = lse.shape
     rows, n_splits = partial.shape[:2]
-    real, pages, lengths, added, arrivals, page_size = step or (None,) * 6
+    real, lengths, added, page_size = step or (None,) * 4
     n_groups = triton.cdiv(max_pages, _GROUP)
     value = torch.empty((batch, n_kv_heads, max_pages), dtype=torch.float32, device=lse.device)
     group_max = torch.empty((rows, n_groups), dtype=torch.float32, device=lse.device)
     # Every program reads all parts of the normalisers: many parts want few programs.
     block, warps = (512, 4) if n_splits < 64 else (1024, 8)
-    sizes = None if step is None else _search(max_pages, pages.shape[-1])
-    groups = None
-    if sizes is not None:
-        groups = torch.empty((rows, sizes["BLOCK_K"]), dtype=torch.int32, device=lse.device)
-        warps = max(warps, _search_warps(sizes))
     _combine_kernel[(triton.cdiv(max_pages, block), rows)](
         lse,
         partial,
@@ -588,15 +501,11 @@ def _launch_combine(
         None if real is None else real.view(torch.uint8),
         value,
         group_max,
-        groups,
-        pages,
         lengths,
         added,
-        arrivals,
         max_pages,
         n_splits,
         n_groups,
-        0 if pages is None else pages.shape[-1],
         H=n_kv_heads,
         G=group,
         BLOCK_G=triton.next_power_of_2(group),
@@ -606,9 +515,7 @@ def _launch_combine(
         GROUP=_GROUP,
         BLOCK_S=64,
         STEP=step is not None,
-        CHOOSE=sizes is not None,
         HAS_REAL=real is not None,
-        **(sizes or {"C": 1, "S": 1, "BLOCK_K": 1}),
         **programmatic_launch(lse.device),
         num_warps=warps,
     )
@@ -618,8 +525,23 @@ def _launch_combine(
 def top_pages_triton(value: torch.Tensor, lengths: torch.Tensor, page_size: int, slots: int) -> torch.Tensor:
     """Launch the kernels; arguments and result as in :func:`locks_hf.kernels.select.top_pages`."""
     value = value.contiguous()
+    max_pages, rows = value.shape[2], value.shape[0] * value.shape[1]
+    n_groups, group_max = triton.cdiv(max_pages, _GROUP), None
+    if _search(max_pages, slots) is not None:
+        group_max = torch.empty((rows, n_groups), dtype=torch.float32, device=value.device)
+        if n_groups:
+            _group_max_kernel[(triton.cdiv(n_groups, 64), rows)](
+                value, group_max, max_pages, n_groups, GROUP=_GROUP, BLOCK=64, num_warps=4
+            )
+    return _launch_choice(value, group_max, lengths, page_size, slots)
+
+
+def _launch_choice(
+    value: torch.Tensor, group_max: torch.Tensor | None, lengths: torch.Tensor, page_size: int, slots: int
+) -> torch.Tensor:
+    """Pages ``(B, H, slots)`` from values and, if the search fits in registers, the largest of each group."""
     batch, n_kv_heads, max_pages = value.shape
-    rows, n_groups = batch * n_kv_heads, triton.cdiv(max_pages, _GROUP)
+    rows = batch * n_kv_heads
     pages = torch.empty((batch, n_kv_heads, slots), dtype=torch.int32, device=value.device)
     sizes = _search(max_pages, slots)
     if sizes is None:
@@ -627,11 +549,6 @@ def top_pages_triton(value: torch.Tensor, lengths: torch.Tensor, page_size: int,
             value, lengths, pages, max_pages, slots, H=n_kv_heads, P=page_size, BLOCK=1024, num_warps=4
         )
         return pages
-    group_max = torch.empty((rows, n_groups), dtype=torch.float32, device=value.device)
-    if n_groups:
-        _group_max_kernel[(triton.cdiv(n_groups, 64), rows)](
-            value, group_max, max_pages, n_groups, GROUP=_GROUP, BLOCK=64, num_warps=4
-        )
     groups = torch.empty((rows, sizes["BLOCK_K"]), dtype=torch.int32, device=value.device)
     _top_pages_kernel[(rows,)](
         value,
@@ -640,7 +557,7 @@ def top_pages_triton(value: torch.Tensor, lengths: torch.Tensor, page_size: int,
         groups,
         pages,
         max_pages,
-        n_groups,
+        group_max.shape[1],
         slots,
         H=n_kv_heads,
         P=page_size,
