@@ -37,8 +37,9 @@ def summarise_events(events: Sequence[Event], steps: int) -> dict | None:
         steps: Steps that they are of.
 
     Returns:
-        ``span_us`` from the first start to the last end and ``kernels``, both a step; ``terms_us``, where of kernels that
-        overlap the later one counts from the end of the other, with what no kernel filled under ``gaps``; ``top``, the kernels with the most time: name, launches and microseconds a step.
+        ``span_us`` from the first start to the last end and ``kernels``, both a step; ``terms_us``, where of kernels
+        that overlap the later one counts from the end of the other, with what no kernel filled under ``gaps``; ``top``,
+        the kernels with the most time: name, launches and microseconds a step.
         ``None`` if there are no events.
     """
     if not events:

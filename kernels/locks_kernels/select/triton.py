@@ -136,8 +136,9 @@ def _rank(chosen, S: tl.constexpr):
 def _choose(key, wanted, low, count, near_low, S: tl.constexpr):
     """Mark the ``wanted`` largest of the positive keys of a ``(C, S)`` tile, earlier ones first among equals.
 
-    At least ``wanted`` keys and at most ``count`` reach ``low``. The threshold is just above ``low`` if ``near_low``, or
-    else a few octaves below the largest key. Returns the marks and a threshold that exactly or at least as many reach.
+    At least ``wanted`` keys and at most ``count`` reach ``low``. The threshold is just above ``low`` if ``near_low``,
+    or else a few octaves below the largest key. Returns the marks and a threshold that exactly or at least as many
+    reach.
     """
     high = tl.max(key) + 1
     beyond = count * 0  # keys that reach `high`
