@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from transformers.utils import ModelOutput
 from .cache import LocksCache
 
 _PLAIN = (type(None), bool, int, float, str)
+# Where an argument is: its name, and a key if it is in a dictionary, as masks by layer type are.
+Path = tuple[str, ...]
 
 
 @dataclass
@@ -28,18 +31,18 @@ class _Step:
 
     Attributes:
         cache: Its cache.
-        tensors: Arguments that differ from step to step, by name.
+        tensors: Arguments that differ from step to step.
         others: Those that do not.
     """
 
     cache: LocksCache
-    tensors: dict[str, torch.Tensor]
-    others: dict[str, object]
+    tensors: dict[Path, torch.Tensor]
+    others: dict[Path, object]
 
     def key(self) -> tuple:
         """What a recording depends on besides the content of tensors."""
-        shapes = tuple((name, tuple(x.shape), x.dtype) for name, x in sorted(self.tensors.items()))
-        plain = tuple((name, x) for name, x in sorted(self.others.items()) if isinstance(x, _PLAIN))
+        shapes = tuple((path, tuple(x.shape), x.dtype) for path, x in sorted(self.tensors.items()))
+        plain = tuple((path, x) for path, x in sorted(self.others.items()) if isinstance(x, _PLAIN))
         device = next(iter(self.tensors.values())).device
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         return shapes, plain, autocast, self.cache.locks_config, self.cache.addresses()
@@ -48,7 +51,7 @@ class _Step:
 @dataclass
 class _Recording:
     replay: Callable[[], None]
-    inputs: dict[str, torch.Tensor]
+    inputs: dict[Path, torch.Tensor]
     output: ModelOutput
 
 
@@ -64,6 +67,7 @@ class StepGraphs:
         self._before = {name: model.__dict__.get(name) for name in ("forward", "get_compiled_call")}
         self._forward = forward = model.forward
         self._signature = inspect.signature(forward)
+        self._warned = False
         self._seen: weakref.WeakKeyDictionary[LocksCache, set] = weakref.WeakKeyDictionary()
         self._recorded: weakref.WeakKeyDictionary[LocksCache, dict] = weakref.WeakKeyDictionary()
 
@@ -104,8 +108,8 @@ class StepGraphs:
         else:
             if not step.cache.begin_step():
                 return self._forward(*args, **kwargs)
-            for name, tensor in step.tensors.items():
-                recording.inputs[name].copy_(tensor)
+            for path, tensor in step.tensors.items():
+                recording.inputs[path].copy_(tensor)
         recording.replay()
         return type(recording.output)(
             **{name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in recording.output.items()}
@@ -123,16 +127,27 @@ class StepGraphs:
         ids = arguments.get("input_ids")
         if cache is None or ids is None or ids.shape[1] != 1 or not (capturable(ids.device) and cache.steps_on_device):
             return None
-        tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
-        others = {name: x for name, x in arguments.items() if name not in tensors}
-        if not all(isinstance(x, _PLAIN) or x is cache for x in others.values()):
-            return None
-        mask = tensors.get("attention_mask")
-        if mask is not None and mask.ndim == 2:
-            tensors["attention_mask"] = mask[:, -1:]  # of the past the cache knows better
-        elif mask is not None and mask.shape[1:] != (1, 1, 1):  # what generate makes of it beforehand
-            return None
+        flat = _flat(arguments)
+        tensors = {path: x for path, x in flat.items() if isinstance(x, torch.Tensor)}
+        others = {path: x for path, x in flat.items() if path not in tensors}
+        for path, x in others.items():
+            if not (isinstance(x, _PLAIN) or x is cache):
+                return self._unrecorded(f"{'.'.join(path)} is a {type(x).__name__}")
+        for path, mask in list(tensors.items()):
+            if path[0] != "attention_mask":
+                continue
+            if mask.ndim == 2:
+                tensors[path] = mask[:, -1:]  # of the past the cache knows better
+            elif mask.shape[1:] != (1, 1, 1):  # what generate makes of it beforehand
+                return self._unrecorded(f"{'.'.join(path)} has shape {tuple(mask.shape)}")
         return _Step(cache, tensors, others)
+
+    def _unrecorded(self, reason: str) -> None:
+        """Say once why decode steps are as slow as without recording."""
+        if not self._warned:
+            self._warned = True
+            name = type(self._model()).__name__
+            warnings.warn(f"decode steps of {name} are not recorded: {reason}", UserWarning, stacklevel=4)
 
     def _record(self, step: _Step) -> _Recording:
         """Record a step and do on the host what belongs to it; it is to be replayed at once.
@@ -140,10 +155,11 @@ class StepGraphs:
         Raises:
             ValueError: If the model does something that cannot be recorded, or gives more than tensors.
         """
-        inputs = {name: x.clone() for name, x in step.tensors.items()}
+        inputs = {path: x.clone() for path, x in step.tensors.items()}
+        arguments = _nested({**inputs, **step.others})
         name = type(self._model()).__name__
         try:
-            replay, output = capture(lambda: self._forward(**inputs, **step.others))
+            replay, output = capture(lambda: self._forward(**arguments))
         except RuntimeError as error:
             raise ValueError(
                 f"the decode step of {name} cannot be recorded in a CUDA graph ({str(error).splitlines()[0]}): patch "
@@ -153,6 +169,25 @@ class StepGraphs:
         if more:
             raise ValueError(f"{name} gives {more}, which recorded decode steps cannot: do not ask for them")
         return _Recording(replay, inputs, output)
+
+
+def _flat(arguments: dict[str, object]) -> dict[Path, object]:
+    """Arguments by where they are."""
+    flat = {}
+    for name, x in arguments.items():
+        flat.update({(name, key): y for key, y in x.items()} if isinstance(x, dict) else {(name,): x})
+    return flat
+
+
+def _nested(flat: dict[Path, object]) -> dict[str, object]:
+    """The opposite of :func:`_flat`."""
+    arguments: dict[str, object] = {}
+    for (name, *key), x in flat.items():
+        if key:
+            arguments.setdefault(name, {})[key[0]] = x
+        else:
+            arguments[name] = x
+    return arguments
 
 
 def capturable(device: torch.device) -> bool:

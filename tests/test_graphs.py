@@ -1,6 +1,7 @@
 """Recorded decode steps. Without a GPU a recording is the call itself, run again over the same inputs."""
 
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -41,24 +42,30 @@ def model():
     return tiny_model("llama", "sdpa")
 
 
-def test_generate_replays_one_recording_and_gives_the_same_tokens(model, recordings):
+@pytest.fixture(params=("llama", "qwen3"))
+def either_model(request):
+    """Transformers hands the second one its masks in a dictionary, by the type of layer."""
+    return tiny_model(request.param, "sdpa")
+
+
+def test_generate_replays_one_recording_and_gives_the_same_tokens(either_model, recordings):
     ids = random_tokens(2, 30)
-    with patch(model):
-        expected = greedy(model, ids, 12, small_cache())
-    with patch(model, cuda_graphs=True):
+    with patch(either_model):
+        expected = greedy(either_model, ids, 12, small_cache())
+    with patch(either_model, cuda_graphs=True):
         cache = small_cache()
-        assert torch.equal(greedy(model, ids, 12, cache), expected)
+        assert torch.equal(greedy(either_model, ids, 12, cache), expected)
     # 11 steps: the first as usual, the second recorded, the others replayed.
     assert recordings == [[9]]
     assert cache.stats().sparse_steps == 11
 
 
-def test_a_left_padded_batch(model, recordings):
+def test_a_left_padded_batch(either_model, recordings):
     ids, mask = left_pad([random_tokens(1, length, length)[0] for length in (30, 7, 19)])
-    with patch(model):
-        expected = greedy(model, ids, 9, small_cache(), attention_mask=mask)
-    with patch(model, cuda_graphs=True):
-        assert torch.equal(greedy(model, ids, 9, small_cache(), attention_mask=mask), expected)
+    with patch(either_model):
+        expected = greedy(either_model, ids, 9, small_cache(), attention_mask=mask)
+    with patch(either_model, cuda_graphs=True):
+        assert torch.equal(greedy(either_model, ids, 9, small_cache(), attention_mask=mask), expected)
     assert recordings == [[6]]
 
 
@@ -110,6 +117,18 @@ def test_what_a_recording_cannot_give_is_refused(model, recordings):
         model(random_tokens(1, 1), past_key_values=cache, output_hidden_states=True)
         with pytest.raises(ValueError, match=r"LlamaForCausalLM gives \['hidden_states'\]"):
             model(random_tokens(1, 1), past_key_values=cache, output_hidden_states=True)
+
+
+def test_steps_that_are_not_recorded_say_why_once(model, recordings):
+    cache = small_cache()
+    with patch(model, cuda_graphs=True), torch.no_grad():
+        model(random_tokens(1, 30), past_key_values=cache)
+        with pytest.warns(UserWarning, match="LlamaForCausalLM are not recorded: extra is a object"):
+            model(random_tokens(1, 1), past_key_values=cache, extra=object())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            model(random_tokens(1, 1), past_key_values=cache, extra=object())
+    assert not recordings
 
 
 def test_a_model_that_cannot_be_recorded_says_so(model, recordings, monkeypatch):
