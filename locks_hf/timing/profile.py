@@ -13,7 +13,7 @@ from .harness import Session
 _TERMS = (
     ("attend", r"_attend_|_end_kernel"),
     ("score", r"\bscore_kernel|_score_kernel|_prepare_kernel"),
-    ("select", r"_combine_kernel|_normalizer_kernel|_group_max_kernel|_top_pages_kernel|_search_pages_kernel"),
+    ("select", r"_combine_kernel|_normalizer_kernel|_key_kernel|_top_pages_kernel|_search_pages_kernel"),
     ("append", r"_append_kernel|_summarize_kernel"),
     ("dense", r"(?i)flash|fmha|sdpa|batchdecode|batchprefill|persistent.*paged|mergestates"),
     ("weights", r"(?i)gemm|gemv|cutlass|cublas|nvjet|splitk|xmma|_mm_|_mm\b"),

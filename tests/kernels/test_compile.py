@@ -22,7 +22,7 @@ from locks_hf.kernels.score.gluon import score_kernel
 from locks_hf.kernels.score.triton import _prepare_kernel, _score_kernel
 from locks_hf.kernels.select.triton import (
     _combine_kernel,
-    _group_max_kernel,
+    _key_kernel,
     _normalizer_kernel,
     _search_pages_kernel,
     _top_pages_kernel,
@@ -33,8 +33,8 @@ POINTERS = {
     "basis_ptr": "*u8", "coefficients_ptr": "*i32", "centroid_ptr": "*i8", "token_scales_ptr": "*bf16",
     "scales_ptr": "*bf16", "codes_ptr": "*i8", "unit_ptr": "*fp32", "bias_ptr": "*i32", "n_pages_ptr": "*i32",
     "lengths_ptr": "*i32", "counts_ptr": "*i32", "added_ptr": "*i32", "real_ptr": "*u8", "pages_ptr": "*i32",
-    "groups_ptr": "*i32", "lse_ptr": "*fp32", "partial_ptr": "*fp32", "value_ptr": "*fp32", "group_max_ptr": "*fp32",
-    "partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32",
+    "groups_ptr": "*i32", "lse_ptr": "*fp32", "partial_ptr": "*fp32", "value_ptr": "*fp32", "key_ptr": "*i32",
+    "group_key_ptr": "*i32", "partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32",
 }  # fmt: skip
 NO_CHOICE = {"CHOOSE": False, "GROUP": 1, "C": 1, "S": 1, "BLOCK_K": 1}
 FLOATS = {"scaling", "rank_tolerance", "ridge_factor"}
@@ -163,7 +163,7 @@ def test_select_kernels_compile(capability):
             _combine_kernel, capability, H=4, G=7, BLOCK_G=8, P=16, RULE=0, BLOCK=512, GROUP=16, BLOCK_S=64,
             STEP=True, HAS_REAL=True,
         ),
-        compiled(_group_max_kernel, capability, GROUP=16, BLOCK=64),
+        compiled(_key_kernel, capability, H=4, P=16, GROUP=16, BLOCK=1024),
         compiled(_top_pages_kernel, capability, H=4, P=16, GROUP=16, S=32, C=128, BLOCK_K=128),
         compiled(_search_pages_kernel, capability, H=4, P=16, BLOCK=1024),
     ):  # fmt: skip

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..backend import interpreting
-from ..select.triton import RankedPages, best_pages
+from ..select.triton import RankedPages, Search, best_pages
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ def _attend_split_kernel(
     values_ptr,
     pages_ptr,
     lengths_ptr,
-    value_ptr,
-    group_max_ptr,
+    key_ptr,
+    group_key_ptr,
     groups_ptr,
     partial_out_ptr,
     partial_lse_ptr,
@@ -65,8 +65,7 @@ def _attend_split_kernel(
     slots_per_split,
     n_splits,
     capacity,
-    max_pages,
-    n_groups,
+    n_keys,
     stride_query_row,
     stride_query_head,
     stride_kv_row,
@@ -115,12 +114,12 @@ def _attend_split_kernel(
         own = row_head * n_splits + split
         p_pages = pages_ptr + own * slots_per_split
         best_pages(
-            value_ptr + row_head * max_pages,
-            group_max_ptr + row_head * n_groups,
+            key_ptr + row_head * n_keys,
+            group_key_ptr + row_head * (n_keys // GROUP),
             groups_ptr + own * BLOCK_K,
             p_pages,
-            tl.maximum(length - 1, 0) // P,
             (length + P - 1) // P,
+            n_keys // GROUP,
             slots,
             first,
             last,
@@ -241,6 +240,7 @@ def attend_splits(
     page_size: int,
     scaling: float,
     launch: dict[str, bool] | None = None,
+    slots: int = 0,
     settings: AttendSettings | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend the slots of each split.
@@ -249,11 +249,12 @@ def attend_splits(
         query: As in :func:`locks_hf.kernels.attend.attend`, and the others up to ``scaling``.
         keys: Likewise.
         values: Likewise.
-        pages: Likewise, or what they are to be chosen from.
+        pages: Likewise, or what ``slots`` of them are to be chosen from.
         lengths: Likewise.
         page_size: Likewise.
         scaling: Likewise.
         launch: Launch options, in a decode step.
+        slots: Pages to choose, at least 2.
         settings: By default those of :func:`attend_settings`.
 
     Returns:
@@ -264,22 +265,22 @@ def attend_splits(
         keys, values = keys.contiguous(), values.contiguous()
     if query.stride(-1) != 1:
         query = query.contiguous()
-    ranked = pages if isinstance(pages, RankedPages) else None
-    group, slots = query.shape[1] // n_kv_heads, pages.shape[-1] if ranked is None else ranked.slots
+    group, device = query.shape[1] // n_kv_heads, query.device
+    key = group_key = groups = search = None
+    if isinstance(pages, RankedPages):
+        key, group_key, search = pages.key, pages.group_key, Search.of(pages, slots)
+    else:
+        pages = pages.contiguous()
+        slots = pages.shape[-1]
     if settings is None:
         settings = attend_settings(head_dim, page_size, batch * n_kv_heads, slots)
     n_splits = triton.cdiv(slots, settings.slots_per_split)
-
-    device, warps = query.device, settings.warps
-    value = group_max = groups = None
-    sizes = {"GROUP": 1, "C": 1, "S": 1, "BLOCK_K": 1}
-    if ranked is None:
-        pages = pages.contiguous()
-    else:
-        value, group_max, sizes, warps = ranked.value, ranked.group_max, ranked.sizes, max(warps, ranked.warps)
+    choice, warps = {"GROUP": 1, "C": 1, "S": 1, "BLOCK_K": 1}, settings.warps
+    if search is not None:
+        choice, warps = search.constants(), max(warps, search.warps)
         programs = batch * n_kv_heads * n_splits
         pages = torch.empty((programs, settings.slots_per_split), dtype=torch.int32, device=device)
-        groups = torch.empty((programs, sizes["BLOCK_K"]), dtype=torch.int32, device=device)
+        groups = torch.empty((programs, search.block_slots), dtype=torch.int32, device=device)
     partial_out = torch.empty((batch * n_kv_heads, n_splits, group, head_dim), dtype=torch.float32, device=device)
     partial_lse = torch.empty((batch * n_kv_heads, n_splits, group), dtype=torch.float32, device=device)
     block_d = max(16, triton.next_power_of_2(head_dim))
@@ -289,8 +290,8 @@ def attend_splits(
         values,
         pages,
         lengths,
-        value,
-        group_max,
+        key,
+        group_key,
         groups,
         partial_out,
         partial_lse,
@@ -299,8 +300,7 @@ def attend_splits(
         settings.slots_per_split,
         n_splits,
         keys.shape[2],
-        0 if value is None else value.shape[2],
-        0 if group_max is None else group_max.shape[1],
+        0 if key is None else key.shape[1],
         query.stride(0),
         query.stride(1),
         keys.stride(0),
@@ -315,8 +315,8 @@ def attend_splits(
         BLOCK_N=settings.block_tokens,
         UPCAST=interpreting() and query.dtype == torch.bfloat16,  # the interpreter cannot multiply bf16 matrices
         **(launch or {"PDL": False}),
-        CHOOSE=ranked is not None,
-        **sizes,
+        CHOOSE=search is not None,
+        **choice,
         num_warps=warps,
         num_stages=1 if settings.slots_per_split * page_size <= settings.block_tokens else 3,
     )

@@ -125,7 +125,7 @@ def decode_step_triton(
     step = (key, value, real, keys, values)
     lse, partial = score_pages(query, summaries, counts, capacity // page_size, layout, scaling, step)
     pages, lengths, added = select_step(lse, partial, counts, real, rule, page_size, slots)
-    partial_out, partial_lse = attend_splits(query, keys, values, pages, lengths, page_size, scaling, launch)
+    partial_out, partial_lse = attend_splits(query, keys, values, pages, lengths, page_size, scaling, launch, slots)
     out = torch.empty((batch, n_kv_heads * group, head_dim), dtype=query.dtype, device=query.device)
     n_splits = partial_out.shape[1]
     sizes, summary = combine_options(n_splits, head_dim), summarize_options(layout, refit)

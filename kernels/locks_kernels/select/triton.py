@@ -2,7 +2,7 @@
 
 The top-k is exact, ties included, and needs no sort and no host round trip. Pages are looked at in groups of 16 first:
 the ``k`` groups with the largest maxima (the earlier one among equals) hold the ``k`` largest pages, for any page
-outside them is beaten by one page of each. Both choices search the threshold over the ordered integer form of the
+outside them is beaten by one page of each. Both choices search the threshold over unsigned keys in the order of the
 values, in registers, and end when it separates exactly as many as are wanted. What does not fit in registers is
 searched in memory.
 
@@ -122,23 +122,21 @@ def _popcount(word):
 
 
 @triton.jit
-def _rank(chosen, S: tl.constexpr):
-    """How many chosen ones come before each entry of a ``(C, S)`` tile that counts along its rows; ``S <= 32``."""
-    column = tl.arange(0, S)[None, :].to(tl.uint32)
-    bit = tl.full((), 1, tl.uint32) << column
-    bits = tl.sum(tl.where(chosen, bit, 0), axis=1)
+def _place(chosen, S: tl.constexpr):
+    """Another place for each chosen one of an ``(S, C)`` tile, counting from 0 down its columns; ``S <= 32``."""
+    bit = tl.full((), 1, tl.uint32) << tl.arange(0, S)[:, None].to(tl.uint32)
+    bits = tl.sum(tl.where(chosen, bit, 0).to(tl.int32, bitcast=True), axis=0).to(tl.uint32, bitcast=True)
     count = _popcount(bits).to(tl.int32)
     before = tl.cumsum(count, axis=0) - count
-    return before[:, None] + _popcount(bits[:, None] & (bit - 1)).to(tl.int32)
+    return before[None, :] + _popcount(bits[None, :] & (bit - 1)).to(tl.int32)
 
 
 @triton.jit
-def _choose(key, wanted, low, count, near_low, S: tl.constexpr):
-    """Mark the ``wanted`` largest of the positive keys of a ``(C, S)`` tile, earlier ones first among equals.
+def _threshold(key, wanted, low, count, near_low):
+    """A threshold that ``wanted`` keys reach, or more if they are equal, and a bound on how many do.
 
     At least ``wanted`` keys and at most ``count`` reach ``low``. The threshold is just above ``low`` if ``near_low``,
-    or else a few octaves below the largest key. Returns the marks and a threshold that exactly or at least as many
-    reach.
+    or else a few octaves below the largest key.
     """
     high = tl.max(key) + 1
     beyond = count * 0  # keys that reach `high`
@@ -155,7 +153,7 @@ def _choose(key, wanted, low, count, near_low, S: tl.constexpr):
         guess = tl.minimum(tl.maximum(guess, low + 1), high - 1)
         second = tl.maximum(first, guess)
         first = tl.minimum(first, guess)
-        both = tl.sum((key >= first).to(tl.uint32) + ((key >= second).to(tl.uint32) << 16))
+        both = tl.sum((key >= first).to(tl.int32) + ((key >= second).to(tl.int32) << 16)).to(tl.uint32, bitcast=True)
         n_first = (both & 0xFFFF).to(tl.int32)
         n_second = (both >> 16).to(tl.int32)
         if n_second >= wanted:
@@ -169,22 +167,35 @@ def _choose(key, wanted, low, count, near_low, S: tl.constexpr):
         else:
             high = first
             beyond = n_first
+    return low, count
+
+
+@triton.jit
+def _choose(key, index, wanted, low, count, near_low):
+    """Mark the ``wanted`` largest of the positive keys of a tile, among equals those of the lowest ``index``.
+
+    Arguments are as in :func:`_threshold`. Returns the marks and a threshold that they all reach.
+    """
+    low, count = _threshold(key, wanted, low, count, near_low)
     chosen = key >= low
     if count != wanted:  # equal keys at the threshold
-        above = key > low
-        equal = key == low
-        chosen = above | (equal & (_rank(equal, S) < wanted - tl.sum(above.to(tl.int32))))
+        chosen = key > low
+        missing = wanted - tl.sum(chosen.to(tl.int32))
+        order = tl.where(key == low, 0x80000000 - index.to(tl.uint32), 0)
+        order = tl.where(missing > 0, order, 0)
+        first, _ = _threshold(order, missing, low * 0 + 1, count * 0 + (1 << 15), False)
+        chosen = chosen | (order >= first)
     return chosen, low
 
 
 @triton.jit
 def best_pages(
-    p_value,
-    p_group_max,
+    p_key,
+    p_group_key,
     p_groups,
     p_pages,
-    n_scored,
     n_total,
+    n_groups,
     slots,
     start,
     end,
@@ -195,42 +206,47 @@ def best_pages(
 ):
     """Choose the first, the last and the best other pages of one (row, KV head), ``slots`` in all or all there are.
 
-    Those at ``start`` to ``end`` of the ascending choice are written to ``p_pages``, and -1 past its end. Pages up to
-    ``n_scored`` have values and groups of them maxima; ``n_total`` exist.
+    Those in the slots ``start`` to ``end`` are written to ``p_pages``, in no particular order but that -1 stands past
+    the last. Of ``n_total`` pages, those between the first and the last have positive keys; other keys are zero.
     """
-    last = n_total - 1
     wanted = tl.minimum(slots, n_total)
-    forced = tl.minimum(n_total, 2)
-    used_groups = (n_total + GROUP - 1) // GROUP
+    others = tl.maximum(wanted - 2, 0)
     index = tl.arange(0, BLOCK_K)
     low = tl.full((), 1, dtype=tl.uint32)
-    count = n_total - forced
-    n_candidates = used_groups
+    n_candidates = (n_total + GROUP - 1) // GROUP
+    count = tl.maximum(n_total - 2, 0)
     candidate = index
-    if used_groups > slots:
-        group = tl.arange(0, C)[:, None] * S + tl.arange(0, S)[None, :]
-        biggest = tl.load(p_group_max + group, mask=group * GROUP < n_scored, other=float("-inf"))
-        m_forced = (group == 0) | (group == last // GROUP)
-        key = tl.where(m_forced | (group >= used_groups), 0, _ordered(biggest))
+    in_groups = n_candidates > slots
+    if in_groups:
+        group = tl.arange(0, S)[:, None] * C + tl.arange(0, C)[None, :]
+        biggest = tl.load(p_group_key + group, mask=group < n_groups, other=0).to(tl.uint32, bitcast=True)
         # Each chosen group has a page that reaches the threshold, so that it bounds the search among their pages too.
-        chosen, low = _choose(key, slots - 2, low, used_groups - 2, False, S)
-        chosen = chosen | m_forced
-        tl.store(p_groups + _rank(chosen, S), group, mask=chosen)
-        n_candidates = slots + 0
-        count = slots * GROUP
+        chosen, low = _choose(biggest, group, others, low, n_candidates, False)
+        tl.store(p_groups + _place(chosen, S), group, mask=chosen)
+        n_candidates = others
+        count = others * GROUP
         tl.debug_barrier()
-        candidate = tl.load(p_groups + index, mask=index < slots, other=0)
-    page = candidate[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    m_page = (index < n_candidates)[:, None] & (page < n_total)
-    value = tl.load(p_value + page, mask=m_page & (page < n_scored), other=float("-inf"))
-    chosen = m_page & ((page == 0) | (page == last))
-    key = tl.where(m_page & (page != 0) & (page != last), _ordered(value), 0)
-    if wanted > forced:
-        best, low = _choose(key, wanted - forced, low, count, used_groups > slots, GROUP)
-        chosen = chosen | best
-    place = _rank(chosen, GROUP)
-    tl.store(p_pages + place - start, page, mask=chosen & (place >= start) & (place < end))
-    tl.store(p_pages + index - start, index * 0 - 1, mask=(index >= wanted) & (index >= start) & (index < end))
+        candidate = tl.load(p_groups + index, mask=index < others, other=0)
+    page = tl.arange(0, GROUP)[:, None] + candidate[None, :] * GROUP
+    key = tl.load(p_key + page, mask=(index < n_candidates)[None, :], other=0).to(tl.uint32, bitcast=True)
+    if others > 0:
+        chosen, low = _choose(key, page, others, low, count, in_groups)
+        place = _place(chosen, GROUP) + 1
+        tl.store(p_pages + (place - start), page, mask=chosen & (place >= start) & (place < end))
+    rest = tl.where(index == 0, 0, tl.where(index == wanted - 1, n_total - 1, -1))
+    rest = tl.where(index < wanted, rest, -1)
+    m_rest = (index == 0) | (index >= wanted - 1)
+    tl.store(p_pages + (index - start), rest, mask=m_rest & (index >= start) & (index < end))
+
+
+@triton.jit
+def _store_keys(value, page, last, p_key, p_group_key, size, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Keys of a block of pages, zero but between the first and the last, and the largest of each group of them."""
+    key = tl.where((page > 0) & (page < last), _ordered(value), 0)
+    tl.store(p_key + page, key.to(tl.int32, bitcast=True), mask=page < size)
+    biggest = tl.max(tl.reshape(key, (BLOCK // GROUP, GROUP)), axis=1)
+    group = tl.program_id(0) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    tl.store(p_group_key + group, biggest.to(tl.int32, bitcast=True), mask=group * GROUP < size)
 
 
 @triton.jit
@@ -251,12 +267,13 @@ def _combine_kernel(
     counts_ptr,
     real_ptr,
     value_ptr,
-    group_max_ptr,
+    key_ptr,
+    group_key_ptr,
     lengths_ptr,
     added_ptr,
     max_pages,
     n_splits,
-    n_groups,
+    n_keys,
     H: tl.constexpr,
     G: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -269,7 +286,7 @@ def _combine_kernel(
     HAS_REAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Values of a block of pages and the largest of each group of them; in a decode step also the rows' lengths."""
+    """Values of a block of pages; in a decode step instead keys for the choice, and the rows' lengths."""
     row_head = tl.program_id(1).to(tl.int64)
     row = row_head // H
     if PDL:
@@ -291,31 +308,46 @@ def _combine_kernel(
     if RULE != 2:
         normalizer = _normalizers(partial_ptr, row_head, n_splits, G, BLOCK_G, BLOCK_S)
     value = tl.where(exists, _rank_values(b_lse, normalizer, group, G, RULE), float("-inf"))
-    tl.store(value_ptr + row_head * max_pages + page, value, mask=page < max_pages)
-    biggest = tl.max(tl.reshape(_sanitized(value), (BLOCK // GROUP, GROUP)), axis=1)
-    o_group = tl.program_id(0) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-    tl.store(group_max_ptr + row_head * n_groups + o_group, biggest, mask=o_group < n_groups)
+    if STEP:
+        last = (length + P - 1) // P - 1
+        p_key, p_group_key = key_ptr + row_head * n_keys, group_key_ptr + row_head * (n_keys // GROUP)
+        _store_keys(value, page, last, p_key, p_group_key, n_keys, GROUP, BLOCK)
+    else:
+        tl.store(value_ptr + row_head * max_pages + page, value, mask=page < max_pages)
 
 
 @triton.jit
-def _group_max_kernel(value_ptr, group_max_ptr, max_pages, n_groups, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Largest value of each group of pages."""
+def _key_kernel(
+    value_ptr,
+    lengths_ptr,
+    key_ptr,
+    group_key_ptr,
+    max_complete,
+    n_keys,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Keys of a block of pages from their values."""
     row_head = tl.program_id(1).to(tl.int64)
-    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    page = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    value = tl.load(value_ptr + row_head * max_pages + page, mask=page < max_pages, other=float("-inf"))
-    tl.store(group_max_ptr + row_head * n_groups + group, tl.max(_sanitized(value), axis=1), mask=group < n_groups)
+    length = tl.minimum(tl.load(lengths_ptr + row_head // H), max_complete * P + P - 1)
+    last = (length + P - 1) // P - 1
+    page = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(value_ptr + row_head * max_complete + page, mask=page < max_complete, other=float("-inf"))
+    p_key, p_group_key = key_ptr + row_head * n_keys, group_key_ptr + row_head * (n_keys // GROUP)
+    _store_keys(value, page, last, p_key, p_group_key, n_keys, GROUP, BLOCK)
 
 
 @triton.jit
 def _top_pages_kernel(
-    value_ptr,
-    group_max_ptr,
+    key_ptr,
+    group_key_ptr,
     lengths_ptr,
     groups_ptr,
     pages_ptr,
-    max_complete,
-    n_groups,
+    most,
+    n_keys,
     slots,
     H: tl.constexpr,
     P: tl.constexpr,
@@ -325,14 +357,15 @@ def _top_pages_kernel(
     BLOCK_K: tl.constexpr,
 ):
     row_head = tl.program_id(0).to(tl.int64)
-    length = tl.minimum(tl.load(lengths_ptr + row_head // H), max_complete * P + P - 1)
+    length = tl.minimum(tl.load(lengths_ptr + row_head // H), most)
+    n_groups = n_keys // GROUP
     best_pages(
-        value_ptr + row_head * max_complete,
-        group_max_ptr + row_head * n_groups,
+        key_ptr + row_head * n_keys,
+        group_key_ptr + row_head * n_groups,
         groups_ptr + row_head * BLOCK_K,
         pages_ptr + row_head * slots,
-        length // P,
         (length + P - 1) // P,
+        n_groups,
         slots,
         0,
         slots,
@@ -341,33 +374,39 @@ def _top_pages_kernel(
         S,
         BLOCK_K,
     )
+    # In ascending order, with what is missing at the end.
+    tl.debug_barrier()
+    index = tl.arange(0, BLOCK_K)
+    p_pages = pages_ptr + row_head * slots + index
+    page = tl.load(p_pages, mask=index < slots, other=-1).to(tl.uint32, bitcast=True)
+    page = tl.sort(page).to(tl.int32, bitcast=True)
+    tl.debug_barrier()
+    tl.store(p_pages, page, mask=index < slots)
 
 
 @triton.jit
-def _ordered_keys(value_ptr, page, n_complete, n_total):
-    """Unsigned keys in the order of the values; forced pages rank above all, then NaN, missing pages at zero."""
-    value = tl.load(value_ptr + page, mask=page < n_complete, other=float("-inf"))
-    key = tl.where((page == 0) | (page == n_total - 1), 0xFFFFFFFF, _ordered(value))
-    return tl.where(page < n_total, key, 0)
+def _forced_keys(key_ptr, page, n_total):
+    """Keys, where the first page and the last rank above all others and there are none beyond."""
+    key = tl.load(key_ptr + page, mask=page < n_total, other=0).to(tl.uint32, bitcast=True)
+    return tl.where((page < n_total) & ((page == 0) | (page == n_total - 1)), 0xFFFFFFFF, key)
 
 
 @triton.jit
 def _search_pages_kernel(
-    value_ptr,
+    key_ptr,
     lengths_ptr,
     pages_ptr,
-    max_complete,
+    most,
+    n_keys,
     slots,
     H: tl.constexpr,
     P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row_head = tl.program_id(0).to(tl.int64)
-    length = tl.minimum(tl.load(lengths_ptr + row_head // H), max_complete * P + P - 1)
-    n_complete = length // P
-    n_total = (length + P - 1) // P
+    n_total = (tl.minimum(tl.load(lengths_ptr + row_head // H), most) + P - 1) // P
     wanted = tl.minimum(slots, n_total)
-    p_value = value_ptr + row_head * max_complete
+    p_key = key_ptr + row_head * n_keys
     offset = tl.arange(0, BLOCK)
 
     # The largest threshold that at least `wanted` keys reach, bit by bit.
@@ -376,12 +415,12 @@ def _search_pages_kernel(
         candidate = threshold | (tl.full((), 1, dtype=tl.uint32) << (31 - i))
         count = tl.zeros((BLOCK,), dtype=tl.int32)
         for start in range(0, n_total, BLOCK):
-            count += (_ordered_keys(p_value, start + offset, n_complete, n_total) >= candidate).to(tl.int32)
+            count += (_forced_keys(p_key, start + offset, n_total) >= candidate).to(tl.int32)
         threshold = tl.where(tl.sum(count, axis=0) >= wanted, candidate, threshold)
 
     above = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, n_total, BLOCK):
-        above += (_ordered_keys(p_value, start + offset, n_complete, n_total) > threshold).to(tl.int32)
+        above += (_forced_keys(p_key, start + offset, n_total) > threshold).to(tl.int32)
     equal_wanted = wanted - tl.sum(above, axis=0)
 
     p_pages = pages_ptr + row_head * slots
@@ -389,7 +428,7 @@ def _search_pages_kernel(
     equal_seen = tl.zeros((), dtype=tl.int32)
     for start in range(0, n_total, BLOCK):
         page = start + offset
-        key = _ordered_keys(p_value, page, n_complete, n_total)
+        key = _forced_keys(p_key, page, n_total)
         equal = ((key == threshold) & (page < n_total)).to(tl.int32)
         rank_among_equal = equal_seen + tl.cumsum(equal, axis=0) - equal
         chosen = (key > threshold) | ((equal > 0) & (rank_among_equal < equal_wanted))
@@ -412,26 +451,68 @@ def combine_triton(lse: torch.Tensor, n_pages: torch.Tensor, rule: str) -> torch
         _normalizer_kernel[(batch * n_kv_heads * group,)](
             lse, n_pages, partial, max_pages, HG=n_kv_heads * group, BLOCK=1024, num_warps=4
         )
-    return _launch_combine(lse, partial, n_pages, rule)[0]
+    value = torch.empty((batch, n_kv_heads, max_pages), dtype=torch.float32, device=lse.device)
+    _launch_combine(lse, partial, n_pages, rule, value=value)
+    return value
 
 
 @dataclass(frozen=True)
 class RankedPages:
-    """Values of pages, for programs that choose by :func:`best_pages` themselves.
+    """Keys of pages, for programs that choose by :func:`best_pages` themselves.
 
     Attributes:
-        value: float32 ``(B, H, J)``.
-        group_max: Largest of each group of 16, float32 ``(B * H, J / 16)``.
-        slots: Pages to choose, at least 2.
-        sizes: Sizes of the searches.
-        warps: Warps that a program needs for them.
+        key: int32 ``(B * H, n)`` with ``n`` a multiple of 256, the bits of unsigned ones.
+        group_key: The largest of each 16, int32 ``(B * H, n / 16)``.
     """
 
-    value: torch.Tensor
-    group_max: torch.Tensor
+    key: torch.Tensor
+    group_key: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, max_pages: int, device: torch.device) -> RankedPages:
+        """Room for the keys of one page more than ``max_pages``."""
+        # A multiple of 16 groups as well: then the compiler knows that whole vectors of them exist or not.
+        n_keys = triton.cdiv(max_pages + 1, _GROUP * 16) * _GROUP * 16
+        key = torch.empty((rows, n_keys), dtype=torch.int32, device=device)
+        return cls(key, torch.empty((rows, n_keys // _GROUP), dtype=torch.int32, device=device))
+
+
+@dataclass(frozen=True)
+class Search:
+    """Sizes for :func:`best_pages`.
+
+    Attributes:
+        slots: Pages to choose, at least 2.
+        columns: Of the tile of groups.
+        rows: Of the tile of groups.
+        block_slots: ``slots``, rounded up.
+    """
+
     slots: int
-    sizes: dict[str, int]
-    warps: int
+    columns: int
+    rows: int
+    block_slots: int
+
+    @classmethod
+    def of(cls, ranked: RankedPages, slots: int) -> Search:
+        """Sizes that fit."""
+        groups = max(128, triton.next_power_of_2(ranked.group_key.shape[1]))
+        columns = max(128, groups // 32)
+        return cls(slots, columns, groups // columns, triton.next_power_of_2(slots))
+
+    @property
+    def values(self) -> int:
+        """Values of the larger of both searches."""
+        return max(self.columns * self.rows, self.block_slots * _GROUP)
+
+    @property
+    def warps(self) -> int:
+        """Warps a program needs."""
+        return 4 if self.values <= 4096 else 8 if self.values <= 8192 else 16
+
+    def constants(self) -> dict[str, int]:
+        """Arguments for the compiler."""
+        return {"GROUP": _GROUP, "C": self.columns, "S": self.rows, "BLOCK_K": self.block_slots}
 
 
 def select_step(
@@ -459,54 +540,45 @@ def select_step(
         ``(B, H, slots)``, ascending and ended by -1; int32 ``(B,)`` of the tokens of each row with the new one; and
         int32 ``(B,)``: 1 where there is one, 0 where it is padding, -1 where it has no room.
     """
-    lengths, added = torch.empty((2, lse.shape[0]), dtype=torch.int32, device=lse.device).unbind(0)
-    value, group_max = _launch_combine(lse, partial, counts, rule, (real, lengths, added, page_size))
-    sizes = _search(lse.shape[3], slots)
-    if sizes is not None and max(sizes["C"] * sizes["S"], sizes["BLOCK_K"] * _GROUP) <= _MOST_BESIDE:
-        return RankedPages(value, group_max, slots, {"GROUP": _GROUP, **sizes}, _search_warps(sizes)), lengths, added
-    return _launch_choice(value, group_max, lengths, page_size, slots), lengths, added
-
-
-def _search(max_pages: int, slots: int) -> dict[str, int] | None:
-    """Sizes of the search in registers, or ``None`` if it does not fit there."""
-    n_groups = triton.cdiv(max_pages, _GROUP)
-    block_groups = max(128, triton.next_power_of_2(n_groups + 1))  # the most recent page may begin another group
-    block_slots = triton.next_power_of_2(slots)
-    if max(block_groups, block_slots * _GROUP) > _MOST_IN_REGISTERS:
-        return None
-    columns = min(32, max(1, block_groups // 128))
-    return {"C": block_groups // columns, "S": columns, "BLOCK_K": block_slots}
-
-
-def _search_warps(sizes: dict[str, int]) -> int:
-    largest = max(sizes["C"] * sizes["S"], sizes["BLOCK_K"] * _GROUP)
-    return 4 if largest <= 4096 else 8 if largest <= 8192 else 16
+    batch, n_kv_heads, _, max_pages = lse.shape
+    lengths, added = torch.empty((2, batch), dtype=torch.int32, device=lse.device).unbind(0)
+    ranked = RankedPages.empty(batch * n_kv_heads, max_pages, lse.device)
+    _launch_combine(lse, partial, counts, rule, step=(real, ranked, lengths, added, page_size))
+    if Search.of(ranked, slots).values <= _MOST_BESIDE:
+        return ranked, lengths, added
+    pages = torch.empty((batch, n_kv_heads, slots), dtype=torch.int32, device=lse.device)
+    _launch_choice(ranked, lengths, pages, max_pages * page_size, page_size)
+    return pages, lengths, added
 
 
 def _launch_combine(
-    lse: torch.Tensor, partial: torch.Tensor, counts: torch.Tensor, rule: str, step: tuple | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values ``(B, H, J)`` and the largest of each group of 16 pages; in a decode step also lengths."""
-    batch, n_kv_heads, group, max_pages = lse.shape
+    lse: torch.Tensor,
+    partial: torch.Tensor,
+    counts: torch.Tensor,
+    rule: str,
+    value: torch.Tensor | None = None,
+    step: tuple | None = None,
+) -> None:
+    """Fill ``value``, or in a decode step what is in ``step``."""
+    n_kv_heads, group, max_pages = lse.shape[1:]
     rows, n_splits = partial.shape[:2]
-    real, lengths, added, page_size = step or (None,) * 4
-    n_groups = triton.cdiv(max_pages, _GROUP)
-    value = torch.empty((batch, n_kv_heads, max_pages), dtype=torch.float32, device=lse.device)
-    group_max = torch.empty((rows, n_groups), dtype=torch.float32, device=lse.device)
+    real, ranked, lengths, added, page_size = step or (None,) * 5
+    n_keys = 0 if ranked is None else ranked.key.shape[1]
     # Every program reads all parts of the normalisers: many parts want few programs.
     block, warps = (512, 4) if n_splits < 64 else (1024, 8)
-    _combine_kernel[(triton.cdiv(max_pages, block), rows)](
+    _combine_kernel[(triton.cdiv(n_keys or max_pages, block), rows)](
         lse,
         partial,
         counts,
         None if real is None else real.view(torch.uint8),
         value,
-        group_max,
+        None if ranked is None else ranked.key,
+        None if ranked is None else ranked.group_key,
         lengths,
         added,
         max_pages,
         n_splits,
-        n_groups,
+        n_keys,
         H=n_kv_heads,
         G=group,
         BLOCK_G=triton.next_power_of_2(group),
@@ -520,50 +592,53 @@ def _launch_combine(
         **programmatic_launch(lse.device),
         num_warps=warps,
     )
-    return value, group_max
 
 
 def top_pages_triton(value: torch.Tensor, lengths: torch.Tensor, page_size: int, slots: int) -> torch.Tensor:
     """Launch the kernels; arguments and result as in :func:`locks_hf.kernels.select.top_pages`."""
     value = value.contiguous()
-    max_pages, rows = value.shape[2], value.shape[0] * value.shape[1]
-    n_groups, group_max = triton.cdiv(max_pages, _GROUP), None
-    if _search(max_pages, slots) is not None:
-        group_max = torch.empty((rows, n_groups), dtype=torch.float32, device=value.device)
-        if n_groups:
-            _group_max_kernel[(triton.cdiv(n_groups, 64), rows)](
-                value, group_max, max_pages, n_groups, GROUP=_GROUP, BLOCK=64, num_warps=4
-            )
-    return _launch_choice(value, group_max, lengths, page_size, slots)
-
-
-def _launch_choice(
-    value: torch.Tensor, group_max: torch.Tensor | None, lengths: torch.Tensor, page_size: int, slots: int
-) -> torch.Tensor:
-    """Pages ``(B, H, slots)`` from values and, if the search fits in registers, the largest of each group."""
     batch, n_kv_heads, max_pages = value.shape
-    rows = batch * n_kv_heads
     pages = torch.empty((batch, n_kv_heads, slots), dtype=torch.int32, device=value.device)
-    sizes = _search(max_pages, slots)
-    if sizes is None:
-        _search_pages_kernel[(rows,)](
-            value, lengths, pages, max_pages, slots, H=n_kv_heads, P=page_size, BLOCK=1024, num_warps=4
-        )
-        return pages
-    groups = torch.empty((rows, sizes["BLOCK_K"]), dtype=torch.int32, device=value.device)
-    _top_pages_kernel[(rows,)](
+    ranked = RankedPages.empty(batch * n_kv_heads, max_pages, value.device)
+    _key_kernel[(triton.cdiv(ranked.key.shape[1], 1024), batch * n_kv_heads)](
         value,
-        group_max,
         lengths,
-        groups,
-        pages,
+        ranked.key,
+        ranked.group_key,
         max_pages,
-        group_max.shape[1],
-        slots,
+        ranked.key.shape[1],
         H=n_kv_heads,
         P=page_size,
         GROUP=_GROUP,
-        **sizes,
-        num_warps=_search_warps(sizes),
+        BLOCK=1024,
+        num_warps=4,
     )
+    _launch_choice(ranked, lengths, pages, max_pages * page_size + page_size - 1, page_size)
     return pages
+
+
+def _launch_choice(ranked: RankedPages, lengths: torch.Tensor, pages: torch.Tensor, most: int, page_size: int) -> None:
+    """Fill ``pages`` ``(B, H, slots)`` for rows of ``lengths``, or ``most``, tokens."""
+    n_kv_heads, slots = pages.shape[1:]
+    rows, n_keys = ranked.key.shape
+    search = Search.of(ranked, slots)
+    if search.values > _MOST_IN_REGISTERS:
+        _search_pages_kernel[(rows,)](
+            ranked.key, lengths, pages, most, n_keys, slots, H=n_kv_heads, P=page_size, BLOCK=1024, num_warps=4
+        )
+        return
+    groups = torch.empty((rows, search.block_slots), dtype=torch.int32, device=pages.device)
+    _top_pages_kernel[(rows,)](
+        ranked.key,
+        ranked.group_key,
+        lengths,
+        groups,
+        pages,
+        most,
+        n_keys,
+        slots,
+        H=n_kv_heads,
+        P=page_size,
+        **search.constants(),
+        num_warps=search.warps,
+    )
