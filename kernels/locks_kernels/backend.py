@@ -112,6 +112,12 @@ def programmatic_launch(device: torch.device) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True}
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; of the one the kernels are tuned on elsewhere."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def check_head_dim_and_dtype(head_dim: int, dtype: torch.dtype) -> None:
     """Refuse keys and values that the kernels do not support.
 

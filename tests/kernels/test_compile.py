@@ -36,7 +36,7 @@ POINTERS = {
     "groups_ptr": "*i32", "lse_ptr": "*fp32", "partial_ptr": "*fp32", "value_ptr": "*fp32", "key_ptr": "*i32",
     "group_key_ptr": "*i32", "partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32",
 }  # fmt: skip
-NO_CHOICE = {"CHOOSE": False, "GROUP": 1, "C": 1, "S": 1, "BLOCK_K": 1}
+NO_CHOICE = {"CHOOSE": False, "HAS_REAL": False, "GROUP": 1, "C": 1, "S": 1, "BLOCK_K": 1}
 FLOATS = {"scaling", "rank_tolerance", "ridge_factor"}
 
 
@@ -99,7 +99,8 @@ def test_kernels_compile(capability, head_dim):
         ),
         compiled(
             _attend_split_kernel, capability, num_stages=1, H=4, G=8, BLOCK_G=16, D=head_dim, BLOCK_D=block_d, P=16,
-            BLOCK_N=64 if head_dim <= 128 else 32, UPCAST=False, CHOOSE=True, GROUP=16, C=128, S=32, BLOCK_K=128,
+            BLOCK_N=64 if head_dim <= 128 else 32, UPCAST=False, CHOOSE=True, HAS_REAL=True, GROUP=16,
+            C=512, S=8, BLOCK_K=128, num_warps=16,
         ),
         compiled(_attend_combine_kernel, capability, G=8, D=head_dim, **combine_options(32, head_dim)),
     ]  # fmt: skip

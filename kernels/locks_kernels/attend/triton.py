@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..backend import interpreting
-from ..select.triton import RankedPages, Search, best_pages
+from ..select.triton import RankedPages, Search, best_pages, counted
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ def _attend_split_kernel(
     key_ptr,
     group_key_ptr,
     groups_ptr,
+    counts_ptr,
+    real_ptr,
     partial_out_ptr,
     partial_lse_ptr,
     scaling,
@@ -81,6 +83,7 @@ def _attend_split_kernel(
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
     CHOOSE: tl.constexpr,
+    HAS_REAL: tl.constexpr,
     GROUP: tl.constexpr,
     C: tl.constexpr,
     S: tl.constexpr,
@@ -99,10 +102,13 @@ def _attend_split_kernel(
     b_query = tl.load(p_query, mask=m_group[:, None] & m_channel[None, :], other=0.0)
     if UPCAST:
         b_query = b_query.to(tl.float32)
-    if PDL:  # in a decode step the query is older than the kernel before, the pages are not
+    if CHOOSE:
+        _, length, _ = counted(counts_ptr, real_ptr, row, capacity // P, P, HAS_REAL)
+    if PDL:  # in a decode step the query and the counts are older than the kernel before, the keys of pages are not
         gdc_wait()
         gdc_launch_dependents()
-    length = tl.minimum(tl.load(lengths_ptr + row), capacity)
+    if not CHOOSE:
+        length = tl.minimum(tl.load(lengths_ptr + row), capacity)
     p_head = row * stride_kv_row + head * stride_kv_head
 
     b_max = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
@@ -266,9 +272,10 @@ def attend_splits(
     if query.stride(-1) != 1:
         query = query.contiguous()
     group, device = query.shape[1] // n_kv_heads, query.device
-    key = group_key = groups = search = None
+    key = group_key = groups = search = counts = real = None
     if isinstance(pages, RankedPages):
-        key, group_key, search = pages.key, pages.group_key, Search.of(pages, slots)
+        key, group_key, counts, real = pages.key, pages.group_key, pages.counts, pages.real
+        search = Search.of(pages, slots)
     else:
         pages = pages.contiguous()
         slots = pages.shape[-1]
@@ -293,6 +300,8 @@ def attend_splits(
         key,
         group_key,
         groups,
+        counts,
+        real,
         partial_out,
         partial_lse,
         scaling,
@@ -316,6 +325,7 @@ def attend_splits(
         UPCAST=interpreting() and query.dtype == torch.bfloat16,  # the interpreter cannot multiply bf16 matrices
         **(launch or {"PDL": False}),
         CHOOSE=search is not None,
+        HAS_REAL=real is not None,
         **choice,
         num_warps=warps,
         num_stages=1 if settings.slots_per_split * page_size <= settings.block_tokens else 3,

@@ -58,10 +58,10 @@ def _end_kernel(
     row_head = tl.program_id(0).to(tl.int64)
     row = row_head // H
     g = tl.program_id(1)
-    if PDL:
+    added = tl.load(added_ptr + row)  # 1, or 0 for padding, or -1 for a token without room
+    if PDL:  # only the attention is of the kernel before
         gdc_wait()
         gdc_launch_dependents()
-    added = tl.load(added_ptr + row)  # 1, or 0 for padding, or -1 for a token without room
     if g < G:
         channel = tl.arange(0, BLOCK_D)
         b_out = combined_output(partial_out_ptr, partial_lse_ptr, row_head, g, n_splits, G, D, BLOCK_D, BLOCK_S)

@@ -247,15 +247,16 @@ def score_kernel(
     p_scale = scales_ptr + row_head * capacity * N_SCALES
     p_lse = lse_ptr + row_head * G * max_pages
 
-    first = split * blocks_per_split
-    used = gl.minimum(blocks_per_split, (gl.maximum(n_pages - first * BLOCK_J, 0) + BLOCK_J - 1) // BLOCK_J)
+    # Every n_splits-th block, so that all programs have as much to do however full the cache is.
+    n_blocks = (n_pages + BLOCK_J - 1) // BLOCK_J
+    used = gl.minimum(blocks_per_split, (gl.maximum(n_blocks - split, 0) + n_splits - 1) // n_splits)
     last = gl.maximum(n_pages - 1, 0)
     zero = gl.full((BLOCK_J, BLOCK_G), 0, gl.int32, MMA)
     biased = zero + bias[None, :]
     running_max = gl.full((BLOCK_J, BLOCK_G), float("-inf"), gl.float32, MMA)
     running_sum = gl.full((BLOCK_J, BLOCK_G), 0.0, gl.float32, MMA)
     for block in range(used):
-        start = (first + block) * BLOCK_J
+        start = (split + block * n_splits) * BLOCK_J
         # Pages past the end read the last one instead: clamping costs less than masks.
         o_scale = gl.minimum(start + page_in, last) * N_SCALES
         o_basis = gl.minimum(start + basis_page, last)[:, None] * (R * WIDTH) + basis_byte[None, :]
@@ -319,7 +320,7 @@ def score_kernel(
         running_max = larger
     if not STEP:  # a step looks at no page that does not exist
         for block in range(used, blocks_per_split):
-            page = (first + block) * BLOCK_J + page_in
+            page = (split + block * n_splits) * BLOCK_J + page_in
             o_lse = head[None, :] * max_pages + page[:, None]
             nothing = gl.full((BLOCK_J, BLOCK_G), float("-inf"), gl.float32, MMA)
             gl.store(p_lse + o_lse, nothing, mask=(page < max_pages)[:, None] & (head < G)[None, :])

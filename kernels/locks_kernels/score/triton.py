@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..backend import interpreting, programmatic_launch
+from ..backend import interpreting, multiprocessors, programmatic_launch
 from ..layout import SummaryLayout
 
 
@@ -231,10 +231,11 @@ def _score_kernel(
     inner = tl.arange(0, PIN)
     outer = tl.arange(0, POUT)
 
-    first = split * blocks_per_split
-    used_blocks = tl.minimum(blocks_per_split, (tl.maximum(n_pages - first * BLOCK_J, 0) + BLOCK_J - 1) // BLOCK_J)
+    # Every n_splits-th block, so that all programs have as much to do however full the cache is.
+    n_blocks = (n_pages + BLOCK_J - 1) // BLOCK_J
+    used_blocks = tl.minimum(blocks_per_split, (tl.maximum(n_blocks - split, 0) + n_splits - 1) // n_splits)
     for block in range(used_blocks, blocks_per_split):
-        page = (first + block) * BLOCK_J + tl.arange(0, BLOCK_J)
+        page = (split + block * n_splits) * BLOCK_J + tl.arange(0, BLOCK_J)
         m_lse = (page < max_pages)[None, :] & (group < G)[:, None]
         nothing = tl.full((BLOCK_G, BLOCK_J), float("-inf"), dtype=tl.float32)
         tl.store(p_lse + (group[:, None] * max_pages + page[None, :]), nothing, mask=m_lse)
@@ -250,7 +251,7 @@ def _score_kernel(
             running_sum = tl.zeros((BLOCK_G, BLOCK_J), dtype=tl.float32)
             outside = tl.zeros((BLOCK_G, BLOCK_J), dtype=tl.int32)
             for block in tl.range(used_blocks, num_stages=STAGES):
-                start = (first + block) * BLOCK_J
+                start = (split + block * n_splits) * BLOCK_J
                 page = start + tl.arange(0, BLOCK_J)
                 # Pages past the end read the last one instead: clamping costs less than masks.
                 some_page = tl.minimum(page, n_pages - 1)
@@ -345,7 +346,7 @@ class ScoreSettings:
 
 
 def score_settings(
-    layout: SummaryLayout, group: int, rows: int, max_pages: int, by_hand: bool = False
+    layout: SummaryLayout, group: int, rows: int, max_pages: int, by_hand: bool = False, processors: int = 132
 ) -> ScoreSettings:
     """Settings for a shape, from measurements on an H200 (head_dim 128, int4, 8 query heads a KV head).
 
@@ -355,10 +356,12 @@ def score_settings(
         rows: Batch rows times KV heads.
         max_pages: Pages to score.
         by_hand: For the kernel with layouts chosen by hand.
+        processors: Multiprocessors of the device.
     """
     if by_hand:
+        # One wave of programs, four on each multiprocessor: more only wait, and leave more parts to combine.
         blocks = rows * triton.cdiv(max_pages, 64)
-        return ScoreSettings(64, max(1, min(8, blocks // 768)))
+        return ScoreSettings(64, triton.cdiv(blocks, 4 * processors))
     block_rank, block_group = triton.next_power_of_2(layout.rank), max(4, triton.next_power_of_2(group))
     block_width = max(32, triton.next_power_of_2(layout.basis_width))
     # As many pages as the registers of the tiles allow.
@@ -409,7 +412,7 @@ def score_pages(
     strides = [stride for x in (query, key, value) for stride in ((0, 0) if x is None else x.stride()[:2])]
     by_hand = _by_hand(layout)
     if settings is None:
-        settings = score_settings(layout, group, rows, max_pages, by_hand)
+        settings = score_settings(layout, group, rows, max_pages, by_hand, multiprocessors(query.device))
     n_splits = triton.cdiv(max_pages, settings.block_pages * settings.blocks_per_split)
     lse = torch.empty((batch, n_kv_heads, group, max_pages), dtype=torch.float32, device=query.device)
     partial = torch.empty((rows, n_splits, group, 2), dtype=torch.float32, device=query.device)

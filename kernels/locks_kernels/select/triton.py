@@ -250,7 +250,7 @@ def _store_keys(value, page, last, p_key, p_group_key, size, GROUP: tl.constexpr
 
 
 @triton.jit
-def _counted(counts_ptr, real_ptr, row, capacity, P: tl.constexpr, HAS_REAL: tl.constexpr):
+def counted(counts_ptr, real_ptr, row, capacity, P: tl.constexpr, HAS_REAL: tl.constexpr):
     """Of a row in a decode step: pages that are scored, tokens with the new one, and 1, 0 (padding) or -1 (no room)."""
     count = tl.load(counts_ptr + row)
     added = 1
@@ -289,16 +289,17 @@ def _combine_kernel(
     """Values of a block of pages; in a decode step instead keys for the choice, and the rows' lengths."""
     row_head = tl.program_id(1).to(tl.int64)
     row = row_head // H
-    if PDL:
+    if STEP:
+        n_pages, length, added = counted(counts_ptr, real_ptr, row, max_pages, P, HAS_REAL)
+    else:
+        n_pages = tl.minimum(tl.load(counts_ptr + row), max_pages)
+    if PDL:  # in a decode step the counts are older than the kernel before
         gdc_wait()
         gdc_launch_dependents()
-    if STEP:
-        n_pages, length, added = _counted(counts_ptr, real_ptr, row, max_pages, P, HAS_REAL)
+    if STEP:  # noqa: SIM102  known when it is compiled
         if (tl.program_id(0) == 0) & (row_head % H == 0):
             tl.store(lengths_ptr + row, length)
             tl.store(added_ptr + row, added)
-    else:
-        n_pages = tl.minimum(tl.load(counts_ptr + row), max_pages)
     page = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = page < n_pages
     group = tl.arange(0, BLOCK_G)
@@ -463,18 +464,30 @@ class RankedPages:
     Attributes:
         key: int32 ``(B * H, n)`` with ``n`` a multiple of 256, the bits of unsigned ones.
         group_key: The largest of each 16, int32 ``(B * H, n / 16)``.
+        counts: In a decode step, tokens of each row before the new one, int32.
+        real: In a decode step, as in :func:`locks_hf.kernels.decode.decode_step`.
     """
 
     key: torch.Tensor
     group_key: torch.Tensor
+    counts: torch.Tensor | None = None
+    real: torch.Tensor | None = None
 
     @classmethod
-    def empty(cls, rows: int, max_pages: int, device: torch.device) -> RankedPages:
+    def empty(
+        cls,
+        rows: int,
+        max_pages: int,
+        device: torch.device,
+        counts: torch.Tensor | None = None,
+        real: torch.Tensor | None = None,
+    ) -> RankedPages:
         """Room for the keys of one page more than ``max_pages``."""
         # A multiple of 16 groups as well: then the compiler knows that whole vectors of them exist or not.
         n_keys = triton.cdiv(max_pages + 1, _GROUP * 16) * _GROUP * 16
         key = torch.empty((rows, n_keys), dtype=torch.int32, device=device)
-        return cls(key, torch.empty((rows, n_keys // _GROUP), dtype=torch.int32, device=device))
+        group_key = torch.empty((rows, n_keys // _GROUP), dtype=torch.int32, device=device)
+        return cls(key, group_key, counts, None if real is None else real.view(torch.uint8))
 
 
 @dataclass(frozen=True)
@@ -486,29 +499,28 @@ class Search:
         columns: Of the tile of groups.
         rows: Of the tile of groups.
         block_slots: ``slots``, rounded up.
+        warps: Warps of a program.
     """
 
     slots: int
     columns: int
     rows: int
     block_slots: int
+    warps: int
 
     @classmethod
     def of(cls, ranked: RankedPages, slots: int) -> Search:
         """Sizes that fit."""
-        groups = max(128, triton.next_power_of_2(ranked.group_key.shape[1]))
-        columns = max(128, groups // 32)
-        return cls(slots, columns, groups // columns, triton.next_power_of_2(slots))
+        groups, block_slots = max(128, triton.next_power_of_2(ranked.group_key.shape[1])), triton.next_power_of_2(slots)
+        # A thread should have few values: four each make a search several times as fast as sixteen.
+        warps = 4 if max(groups, block_slots * _GROUP) < 1024 else 16
+        columns = max(32 * warps, groups // 32)
+        return cls(slots, min(columns, groups), max(1, groups // columns), block_slots, warps)
 
     @property
     def values(self) -> int:
         """Values of the larger of both searches."""
         return max(self.columns * self.rows, self.block_slots * _GROUP)
-
-    @property
-    def warps(self) -> int:
-        """Warps a program needs."""
-        return 4 if self.values <= 4096 else 8 if self.values <= 8192 else 16
 
     def constants(self) -> dict[str, int]:
         """Arguments for the compiler."""
@@ -542,8 +554,8 @@ def select_step(
     """
     batch, n_kv_heads, _, max_pages = lse.shape
     lengths, added = torch.empty((2, batch), dtype=torch.int32, device=lse.device).unbind(0)
-    ranked = RankedPages.empty(batch * n_kv_heads, max_pages, lse.device)
-    _launch_combine(lse, partial, counts, rule, step=(real, ranked, lengths, added, page_size))
+    ranked = RankedPages.empty(batch * n_kv_heads, max_pages, lse.device, counts, real)
+    _launch_combine(lse, partial, counts, rule, step=(ranked, lengths, added, page_size))
     if Search.of(ranked, slots).values <= _MOST_BESIDE:
         return ranked, lengths, added
     pages = torch.empty((batch, n_kv_heads, slots), dtype=torch.int32, device=lse.device)
@@ -562,15 +574,16 @@ def _launch_combine(
     """Fill ``value``, or in a decode step what is in ``step``."""
     n_kv_heads, group, max_pages = lse.shape[1:]
     rows, n_splits = partial.shape[:2]
-    real, ranked, lengths, added, page_size = step or (None,) * 5
+    ranked, lengths, added, page_size = step or (None,) * 4
+    real = None if ranked is None else ranked.real
     n_keys = 0 if ranked is None else ranked.key.shape[1]
-    # Every program reads all parts of the normalisers: many parts want few programs.
-    block, warps = (512, 4) if n_splits < 64 else (1024, 8)
+    # Every program reads all parts of the normalisers: one on each multiprocessor is enough.
+    block, warps = (512, 4) if rows * (n_keys or max_pages) <= 1 << 17 else (1024, 8)
     _combine_kernel[(triton.cdiv(n_keys or max_pages, block), rows)](
         lse,
         partial,
         counts,
-        None if real is None else real.view(torch.uint8),
+        real,
         value,
         None if ranked is None else ranked.key,
         None if ranked is None else ranked.group_key,
@@ -586,7 +599,7 @@ def _launch_combine(
         RULE=_RULE_CODES[rule],
         BLOCK=block,
         GROUP=_GROUP,
-        BLOCK_S=64,
+        BLOCK_S=max(16, min(256, triton.next_power_of_2(n_splits))),
         STEP=step is not None,
         HAS_REAL=real is not None,
         **programmatic_launch(lse.device),
