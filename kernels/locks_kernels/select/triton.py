@@ -132,58 +132,58 @@ def _place(chosen, S: tl.constexpr):
 
 
 @triton.jit
-def _threshold(key, wanted, low, count, near_low, T: tl.constexpr):
+def _threshold(key, wanted, low, count, near_low):
     """A threshold that ``wanted`` keys reach, or more if they are equal, and a bound on how many do.
 
-    At least ``wanted`` of the ``(N,)`` keys and at most ``count`` reach ``low``. The threshold is just above ``low`` if
-    ``near_low``, or else some octaves below the largest key. What a pass takes hardly depends on how many thresholds
-    are counted in it: ``T`` at a time.
+    At least ``wanted`` keys and at most ``count`` reach ``low``. The threshold is just above ``low`` if ``near_low``,
+    or else a few octaves below the largest key.
     """
-    high = tl.max(key, axis=0) + 1
-    place = tl.arange(0, T // 2).to(tl.uint32)
-    # At first over as wide a range as is likely, at its end of the keys; if the threshold is not there, over more.
-    span = tl.where(near_low, 1 << 22, 1 << 26).to(tl.uint32)
+    high = tl.max(key) + 1
+    beyond = count * 0  # keys that reach `high`
+    reach = tl.where(near_low, 1 << 19, 1 << 25).to(tl.uint32)
     while (high - low > 1) & (count != wanted):
-        width = tl.minimum(high - low, span)
-        step = tl.maximum(width // (T + 1), 1)
-        # Between the ends of the range; where its lower end has not been counted yet, from that on.
-        start = tl.where(near_low | (width == high - low), tl.where(near_low, low, high - width) + step, high - width)
-        first = tl.minimum(start + place * step, high - 1)
-        second = tl.minimum(start + (place + T // 2) * step, high - 1)
-        # Two counts in the halves of one word.
-        reached = (key[None, :] >= first[:, None]).to(tl.int32) + ((key[None, :] >= second[:, None]).to(tl.int32) << 16)
-        reached = tl.sum(reached, axis=1).to(tl.uint32, bitcast=True)
-        n_first = (reached & 0xFFFF).to(tl.int32)
-        n_second = (reached >> 16).to(tl.int32)
-        enough = tl.maximum(tl.where(n_first >= wanted, first, 0), tl.where(n_second >= wanted, second, 0))
-        fewer = tl.minimum(tl.where(n_first >= wanted, high, first), tl.where(n_second >= wanted, high, second))
-        n_enough = tl.minimum(
-            tl.where(n_first >= wanted, n_first, 1 << 30), tl.where(n_second >= wanted, n_second, 1 << 30)
-        )
-        low = tl.maximum(low, tl.max(enough, axis=0))
-        high = tl.min(fewer, axis=0)
-        fewest = tl.min(n_enough, axis=0)
-        count = tl.where(fewest < 1 << 30, fewest, count)
-        span = tl.minimum(span, 1 << 27) * 16
+        # Two thresholds, counted in the halves of one word: one that gallops from the near end until it is the middle,
+        # and one where keys evenly spread would have it.
+        width = high - low
+        first = tl.minimum(width // 2, reach)
+        first = tl.where(near_low, low + first, high - first)
+        reach = tl.minimum(reach, 1 << 28) * 4
+        share = ((count - wanted).to(tl.float32) + 0.5) / (count - beyond).to(tl.float32)
+        guess = low + (width.to(tl.float32) * share).to(tl.uint32)
+        guess = tl.minimum(tl.maximum(guess, low + 1), high - 1)
+        second = tl.maximum(first, guess)
+        first = tl.minimum(first, guess)
+        both = tl.sum((key >= first).to(tl.int32) + ((key >= second).to(tl.int32) << 16)).to(tl.uint32, bitcast=True)
+        n_first = (both & 0xFFFF).to(tl.int32)
+        n_second = (both >> 16).to(tl.int32)
+        if n_second >= wanted:
+            low = second
+            count = n_second
+        elif n_first >= wanted:
+            low = first
+            count = n_first
+            high = second
+            beyond = n_second
+        else:
+            high = first
+            beyond = n_first
     return low, count
 
 
 @triton.jit
-def _choose(key, index, wanted, low, count, near_low, N: tl.constexpr, T: tl.constexpr):
-    """Mark the ``wanted`` largest of the positive keys of a tile of ``N``, among equals those of the lowest ``index``.
+def _choose(key, index, wanted, low, count, near_low):
+    """Mark the ``wanted`` largest of the positive keys of a tile, among equals those of the lowest ``index``.
 
     Arguments are as in :func:`_threshold`. Returns the marks and a threshold that they all reach.
     """
-    low, count = _threshold(tl.reshape(key, (N,), can_reorder=True), wanted, low, count, near_low, T)
+    low, count = _threshold(key, wanted, low, count, near_low)
     chosen = key >= low
     if count != wanted:  # equal keys at the threshold
         chosen = key > low
         missing = wanted - tl.sum(chosen.to(tl.int32))
         order = tl.where(key == low, 0x80000000 - index.to(tl.uint32), 0)
         order = tl.where(missing > 0, order, 0)
-        first, _ = _threshold(
-            tl.reshape(order, (N,), can_reorder=True), missing, low * 0 + 1, count * 0 + (1 << 30), False, T
-        )
+        first, _ = _threshold(order, missing, low * 0 + 1, count * 0 + (1 << 15), False)
         chosen = chosen | (order >= first)
     return chosen, low
 
@@ -203,7 +203,6 @@ def best_pages(
     C: tl.constexpr,
     S: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    T: tl.constexpr = 8,
 ):
     """Choose the first, the last and the best other pages of one (row, KV head), ``slots`` in all or all there are.
 
@@ -222,7 +221,7 @@ def best_pages(
         group = tl.arange(0, S)[:, None] * C + tl.arange(0, C)[None, :]
         biggest = tl.load(p_group_key + group, mask=group < n_groups, other=0).to(tl.uint32, bitcast=True)
         # Each chosen group has a page that reaches the threshold, so that it bounds the search among their pages too.
-        chosen, low = _choose(biggest, group, others, low, n_candidates, False, S * C, T)
+        chosen, low = _choose(biggest, group, others, low, n_candidates, False)
         tl.store(p_groups + _place(chosen, S), group, mask=chosen)
         n_candidates = others
         count = others * GROUP
@@ -231,7 +230,7 @@ def best_pages(
     page = tl.arange(0, GROUP)[:, None] + candidate[None, :] * GROUP
     key = tl.load(p_key + page, mask=(index < n_candidates)[None, :], other=0).to(tl.uint32, bitcast=True)
     if others > 0:
-        chosen, low = _choose(key, page, others, low, count, in_groups, GROUP * BLOCK_K, T)
+        chosen, low = _choose(key, page, others, low, count, in_groups)
         place = _place(chosen, GROUP) + 1
         tl.store(p_pages + (place - start), page, mask=chosen & (place >= start) & (place < end))
     rest = tl.where(index == 0, 0, tl.where(index == wanted - 1, n_total - 1, -1))
@@ -513,9 +512,8 @@ class Search:
     def of(cls, ranked: RankedPages, slots: int) -> Search:
         """Sizes that fit."""
         groups, block_slots = max(128, triton.next_power_of_2(ranked.group_key.shape[1])), triton.next_power_of_2(slots)
-        # What all threads repeat of a pass weighs as much as the comparisons: about sixteen values for each thread.
-        values = max(groups, block_slots * _GROUP)
-        warps = 4 if values <= 2048 else 8 if values <= 8192 else 16
+        # A thread should have few values: four each make a search several times as fast as sixteen.
+        warps = 4 if max(groups, block_slots * _GROUP) < 1024 else 16
         columns = max(32 * warps, groups // 32)
         return cls(slots, min(columns, groups), max(1, groups // columns), block_slots, warps)
 
