@@ -6,6 +6,7 @@ Registering adds two names and changes nothing else: a model uses them only when
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -15,12 +16,11 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from . import handoff
 from .cache import _NEEDS_CONFIG, LocksLayer
-from .kernels import attend
+from .continuation import continue_densely
+from .kernels import attend, decode_step
 from .rows import check_mask_rows
 
 NAME = "locks"
-# Queries at once in dense attention that continues a cache: bounds the mask to this many rows.
-_QUERY_BLOCK = 512
 
 # Keyword arguments that change what attention computes, with what asks for them.
 _UNSUPPORTED = {
@@ -50,6 +50,9 @@ def locks_mask(
     what SDPA would get. There ``None`` means that query ``i`` sees key 0 to ``i``; hence several tokens that continue
     a cache get a 2-D mask also without padding.
 
+    At a decode step that needs nothing from the host, a LocksCache says that its keys have length 1: there the mask
+    only tells which rows' new token is real.
+
     Returns:
         ``None``, bool ``(B, kv_length)``, or bool ``(B, 1, q_length, kv_length)``.
 
@@ -58,6 +61,10 @@ def locks_mask(
     """
     if attention_mask is not None:
         check_mask_rows(attention_mask, batch_size)
+    if q_length == 1 and kv_length == 1 and (isinstance(q_offset, torch.Tensor) or q_offset > 0):
+        return _new_token_mask(attention_mask, q_offset)
+    if isinstance(q_offset, torch.Tensor) and q_length > 1 and not torch.compiler.is_compiling():
+        q_offset = int(q_offset)  # tokens that continue a cache on a GPU: the host takes part in those
     # A caller that rules the skip out goes on to combine the mask with another one.
     plain = mask_function is causal_mask_function and kwargs.get("allow_is_causal_skip", True)
     plain = plain and not isinstance(q_offset, torch.Tensor)
@@ -80,6 +87,28 @@ def locks_mask(
     if q_offset == 0 or q_length == 1:
         return None
     return torch.ones((batch_size, kv_length), dtype=torch.bool, device=kwargs.get("device"))
+
+
+def _new_token_mask(attention_mask: torch.Tensor | None, position: int | torch.Tensor) -> torch.Tensor | None:
+    """Which rows' token at ``position`` is real, bool ``(B, 1, 1, 1)``, or ``None``: all.
+
+    Raises:
+        ValueError: If the mask does not reach the position, as far as the host can tell.
+    """
+    if attention_mask is None:
+        return None
+    seen = attention_mask.shape[1]
+    if isinstance(position, torch.Tensor):
+        new = attention_mask.index_select(1, position.reshape(1).clamp(max=seen - 1))
+    elif position < seen:
+        new = attention_mask[:, position : position + 1]
+    else:
+        raise ValueError(
+            f"the attention mask covers {seen} positions, but {position} are cached and 1 new: pass a mask over all "
+            "tokens, cached ones included"
+        )
+    # A copy: a slice would have other strides at each step, for which compiled models would be compiled anew.
+    return new.bool().flatten().clone().view(-1, 1, 1, 1)
 
 
 def locks_attention(
@@ -135,7 +164,13 @@ def locks_attention(
     size = query.shape[2]
     try:
         _refuse_unsupported(attention_mask, dropout, kwargs.get("sliding_window"))
-        real = layer.padding_of(attention_mask, size)
+        if size == 1 and (output := _device_step(layer, query, attention_mask, scaling)) is not None:
+            return output, None
+        if attention_mask is not None and attention_mask.ndim == 4:
+            real = attention_mask[:, 0, :, 0].cpu()
+            real = None if bool(real.all()) else real
+        else:
+            real = layer.padding_of(attention_mask, size)
     except ValueError:
         layer.discard_staged()
         raise
@@ -154,7 +189,7 @@ def locks_attention(
     if real is None and len(set(starts)) <= 1:
         if starts[0] == 0:
             return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True)
-        output = _dense_block(module, query, layer.keys, layer.values, starts[0], scaling)
+        output = _continued(module, query, layer.keys, layer.values, starts[0], scaling)
     else:
         output = _dense_rows(module, query, key, value, layer, real, starts, scaling)
     return output if max(starts, default=0) == 0 else _ForwardOnly.of(output, query, key, value), None
@@ -184,7 +219,8 @@ class _ForwardOnly(torch.autograd.Function):
 def _refuse_unsupported(attention_mask: torch.Tensor | None, dropout: float, sliding_window: int | None) -> None:
     if sliding_window is not None:
         raise ValueError(f"a sliding-window layer ({sliding_window} tokens): {_NEEDS_CONFIG}")
-    if attention_mask is not None and attention_mask.ndim != 2:
+    marks_new_token = attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1:] == (1, 1, 1)
+    if attention_mask is not None and attention_mask.ndim != 2 and not marks_new_token:
         raise ValueError(
             f"LocksCache takes a 2-D padding mask, got a mask of shape {tuple(attention_mask.shape)}: custom attention "
             "patterns cannot be combined with page selection. If the model has local or chunked attention layers, pass "
@@ -218,6 +254,38 @@ def _dense_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tenso
     )
 
 
+def _device_step(
+    layer: LocksLayer, query: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor | None:
+    """A decode step that needs nothing from the host, ``(B, 1, H * G, d)``, or ``None`` if the layer cannot do it."""
+    if mask is None:
+        real = None
+    elif mask.ndim == 4:
+        real = mask[:, 0, 0, 0]
+    else:
+        real = layer.padding_of(mask, 1)
+        real = None if real is None else real[:, 0].to(query.device)
+    step = layer.take_step()
+    if step is None:
+        return None
+    config = layer.config
+    output = decode_step(
+        query.detach()[:, :, 0].to(layer.dtype),
+        *(new.detach()[:, :, 0].to(layer.dtype) for new in step),
+        real,
+        layer.key_buffer,
+        layer.value_buffer,
+        layer.summaries,
+        layer.counts,
+        layer.selector.layout(config, query.shape[-1]),
+        config.refit,
+        config.combine,
+        config.page_slots,
+        scaling,
+    )
+    return _ForwardOnly.of(output.to(query.dtype)[:, None], query, *step)
+
+
 def _sparse_steps(layer: LocksLayer, query: torch.Tensor, scaling: float) -> torch.Tensor:
     """Attend each query token over its own selection, as if they had come one at a time.
 
@@ -231,17 +299,18 @@ def _sparse_steps(layer: LocksLayer, query: torch.Tensor, scaling: float) -> tor
     """
     config, selector = layer.config, layer.selector
     size = query.shape[2]
-    out = torch.empty((query.shape[0], size, query.shape[1], query.shape[3]), dtype=query.dtype, device=query.device)
+    outputs = []
     for i in range(size):
         back = size - 1 - i
         view = layer.page_view(back)
         one_query = query[:, :, i].to(layer.dtype)
-        with torch.autocast(query.device.type, enabled=False):
+        with _no_autocast(query.device.type):
             pages = selector.select(one_query, view, config, scaling)
             _check_selection(pages, layer)
-            out[:, i] = attend(
+            output = attend(
                 one_query, layer.key_buffer, layer.value_buffer, pages, view.lengths, config.page_size, scaling
             )
+        outputs.append(output.to(query.dtype))
         lengths = [max(0, length - back) for length in layer.row_lengths]
         layer.counters.add_sparse(
             lengths,
@@ -251,7 +320,14 @@ def _sparse_steps(layer: LocksLayer, query: torch.Tensor, scaling: float) -> tor
             None if selector.fixed_slots else pages,
             layer.score_bytes(lengths),
         )
-    return out
+    return outputs[0][:, None] if size == 1 else torch.stack(outputs, dim=1)
+
+
+def _no_autocast(device_type: str) -> contextlib.AbstractContextManager:
+    """Switches autocast off where it is on; entering the context costs more than asking."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def _check_selection(pages: torch.Tensor, layer: LocksLayer) -> None:
@@ -270,40 +346,13 @@ def _check_selection(pages: torch.Tensor, layer: LocksLayer) -> None:
         )
 
 
-def _dense_block(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    start: int,
-    scaling: float,
+def _continued(
+    module: torch.nn.Module, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, scaling: float
 ) -> torch.Tensor:
-    """Causal attention of new tokens over a cache of equal rows: query ``i`` sees keys up to ``start + i``.
-
-    Args:
-        module: The attention module.
-        query: ``(B, H * G, n, d)``.
-        keys: ``(B, H, start + n, d)``.
-        values: Likewise.
-        start: Tokens cached before the new ones.
-        scaling: Factor on the logits.
-
-    Returns:
-        ``(B, n, H * G, d)``.
-    """
-    size = query.shape[2]
-    if size == 1:
+    """As :func:`continue_densely`; a single token as Transformers does it."""
+    if query.shape[2] == 1:
         return sdpa_attention_forward(module, query, keys, values, None, scaling=scaling)[0]
-    outputs = []
-    for first in range(0, size, _QUERY_BLOCK):
-        block = query[:, :, first : first + _QUERY_BLOCK]
-        end = start + first + block.shape[2]
-        position = torch.arange(start + first, end, device=query.device)
-        mask = torch.arange(end, device=query.device)[None, :] <= position[:, None]
-        mask = mask.expand(query.shape[0], 1, -1, -1)
-        output, _ = sdpa_attention_forward(module, block, keys[:, :, :end], values[:, :, :end], mask, scaling=scaling)
-        outputs.append(output)
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    return continue_densely(query, keys, values, start, scaling)
 
 
 def _dense_rows(
@@ -336,7 +385,7 @@ def _dense_rows(
         else:
             keys = layer.keys[row : row + 1, :, : lengths[row]]
             values = layer.values[row : row + 1, :, : lengths[row]]
-            row_out = _dense_block(module, row_query, keys, values, starts[row], scaling)
+            row_out = _continued(module, row_query, keys, values, starts[row], scaling)
         out[row, new] = row_out[0]
     return out
 

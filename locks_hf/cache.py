@@ -20,7 +20,7 @@ from . import handoff
 from .config import LocksConfig
 from .kernels.backend import check_head_dim_and_dtype
 from .rows import PaddingReader, RowLedger
-from .selectors import PageSelector, PageView, resolve_selector
+from .selectors import LocksSelector, PageSelector, PageView, resolve_selector
 from .stats import CacheStats, LayerCounters
 
 # Spare room behind a prompt, so that short generations never move the cache.
@@ -77,9 +77,12 @@ class LocksLayer(CacheLayerMixin):
         self.counters = LayerCounters()
         self._key_buffer: torch.Tensor | None = None
         self._value_buffer: torch.Tensor | None = None
-        self._ledger: RowLedger | None = None
-        self._lengths: torch.Tensor | None = None  # int32 (B,) on the device
+        self._ledger: RowLedger | None = None  # behind the device while decoding: read it through `_rows`
+        self._counts: torch.Tensor | None = None  # see `counts`
         self._summarized: list[int] = []  # pages of each row that have a summary
+        self._started = False
+        self._positions = 0  # seen in passes that the host took part in: the same for all layers
+        self._room = 0  # at least as many tokens as the longest row holds
         self._staged: tuple[torch.Tensor, torch.Tensor] | None = None
         self._returned: torch.Tensor | None = None
         self._drafting = False
@@ -110,14 +113,67 @@ class LocksLayer(CacheLayerMixin):
         return self._value_buffer
 
     @property
+    def _rows(self) -> RowLedger:
+        """The ledger, brought up to date with the decode steps that only the device has counted."""
+        if self._started:
+            *lengths, seen = self._counts.tolist()
+            steps = seen - self._ledger.seen
+            if steps:
+                self._count_steps(steps, lengths)
+        return self._ledger
+
+    def settle(self) -> None:
+        """Wait for the device and take its decode steps into the books, before what they depend on changes."""
+        if self._ledger is not None:
+            self._rows  # noqa: B018  for its effect
+
+    def _count_steps(self, steps: int, lengths: list[int]) -> None:
+        """Take ``steps`` decode steps into the books, after which the rows hold ``lengths`` tokens."""
+        config, before = self.config, self._ledger.lengths
+        added = torch.tensor(lengths) - torch.tensor(before)
+        # Which steps of a row were padding matters only if some were: they are taken to be the first.
+        real = None
+        if bool((added < steps).any()):
+            real = torch.arange(steps) >= (steps - added)[:, None]
+        for step in range(steps):
+            now = [
+                length + (step + 1 if real is None else int(real[row, : step + 1].sum()))
+                for row, length in enumerate(before)
+            ]
+            if max(now) > config.page_size * config.page_slots:
+                self.counters.add_sparse(
+                    now, self.n_kv_heads, config.page_size, config.page_slots, None, self.score_bytes(now)
+                )
+            else:
+                self.counters.add_dense(now, self.n_kv_heads)
+        self._ledger.append(steps, real)
+        self._summarized = [length // config.page_size for length in self._ledger.lengths]
+        self._room = max(self._ledger.lengths)
+
+    @property
     def row_lengths(self) -> list[int]:
-        """Real tokens of each row."""
-        return [] if self._ledger is None else list(self._ledger.lengths)
+        """Real tokens of each row; waits for the device."""
+        return [] if self._ledger is None else list(self._rows.lengths)
 
     @property
     def max_length(self) -> int:
-        """Real tokens of the longest row."""
-        return max(self._ledger.lengths, default=0) if self._ledger is not None else 0
+        """Real tokens of the longest row; waits for the device."""
+        return max(self._rows.lengths, default=0) if self._ledger is not None else 0
+
+    @property
+    def host_positions(self) -> int:
+        """Positions seen in passes that the host took part in, staged ones included; the same for all layers."""
+        return self._positions + (0 if self._staged is None else self._staged[0].shape[2])
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """int32 ``(B + 1,)`` on the device: real tokens of each row, then logical positions seen."""
+        return self._counts
+
+    @property
+    def steps_on_device(self) -> bool:
+        """Whether the next single token can be a decode step that the host takes no part in."""
+        return self._started and not self._drafting and isinstance(self.selector, LocksSelector)
 
     @property
     def n_kv_heads(self) -> int:
@@ -126,12 +182,13 @@ class LocksLayer(CacheLayerMixin):
 
     def page_view(self, tokens_back: int = 0) -> PageView:
         """The layer as a selector sees it, or as it stood ``tokens_back`` tokens ago."""
-        lengths = self._lengths - tokens_back if tokens_back else self._lengths
+        lengths = self._counts[:-1] - tokens_back if tokens_back else self._counts[:-1]
         return PageView(self._key_buffer, self.summaries, lengths, self.max_length - tokens_back)
 
     def padding_of(self, attention_mask: torch.Tensor | None, size: int) -> torch.Tensor | None:
         """Which of the ``size`` new tokens are real; see :meth:`PaddingReader.new_tokens`."""
-        return self._padding.new_tokens(attention_mask, self._ledger.batch, self._ledger.seen, size, reader=id(self))
+        rows = self._rows
+        return self._padding.new_tokens(attention_mask, rows.batch, rows.seen, size, reader=id(self))
 
     def is_staged(self, key: torch.Tensor) -> bool:
         """Whether ``key`` is the very tensor the last ``update`` returned, not yet committed."""
@@ -169,7 +226,7 @@ class LocksLayer(CacheLayerMixin):
         }
         self._nowhere = key_states.new_full((1, 1, 1, 1), float("nan"))
         self._ledger = RowLedger(batch)
-        self._lengths = torch.zeros(batch, dtype=torch.int32, device=self.device)
+        self._counts = _in_place(torch.zeros(batch + 1, dtype=torch.int32, device=self.device))
         self._summarized = [0] * batch
         self.is_initialized = True
 
@@ -190,7 +247,7 @@ class LocksLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         before = handoff.pending()
-        if self._ledger.seen and before is not None and before._padding is self._padding:
+        if self._started and before is not None and before._padding is self._padding:
             # The layer before this one attended nothing but the new tokens.
             before._require_committed()
         held = self._key_buffer
@@ -207,21 +264,71 @@ class LocksLayer(CacheLayerMixin):
                 "call cache.reset() before using it with another model"
             )
         self._staged = (key_states, value_states)
-        if self._ledger.seen:
-            shape = (*key_states.shape[:2], self.get_seq_length(), key_states.shape[3])
+        if self._started:
+            positions = 1 if self._is_device_step(key_states) else self.get_seq_length()
+            shape = (*key_states.shape[:2], positions, key_states.shape[3])
             key_states, value_states = self._nowhere.expand(shape), self._nowhere.expand(shape)
         self._returned = key_states
         handoff.offer(self)
         return key_states, value_states
 
-    def get_seq_length(self) -> int:
-        """Logical length: every position seen, padding included."""
+    def _is_device_step(self, key_states: torch.Tensor) -> bool:
+        return key_states.shape[2] == 1 and self.steps_on_device
+
+    def take_step(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The one staged token a row, keys and values ``(B, H, 1, d)``, if it makes a decode step without the host."""
+        key, value = self._staged
+        if not self._is_device_step(key):
+            return None
+        if not torch.compiler.is_compiling():  # there the pass is one piece, and room was made before it
+            self.make_room(1)
+            self._leave_inference_mode()
+            self._positions += 1
+        self.discard_staged()
+        return key, value
+
+    def count_replayed_step(self) -> None:
+        """Count a step that ran without the host, as :meth:`take_step` does others."""
+        self._positions += 1
+
+    def make_room(self, tokens: int) -> bool:
+        """Grow, if it has to be, for so many more tokens a row; asks the device only when room may be short.
+
+        Returns:
+            Whether the buffers moved.
+
+        Raises:
+            ValueError: If they do not fit ``max_cache_len``.
+        """
+        self._room += tokens
+        limit = self.config.max_cache_len or self._key_buffer.shape[2]
+        if self._room > min(limit, self._key_buffer.shape[2]):
+            self._room, before = self.max_length + tokens, self._key_buffer
+            self._reserve(self._room)
+            return self._key_buffer is not before
+        return False
+
+    def get_seq_length(self) -> int | torch.Tensor:
+        """Logical length: every position seen, padding included.
+
+        A 0-d tensor on the device, as for a static cache, where that knows alone, so that asking does not wait for it;
+        otherwise an int, as before the first tokens and always on the CPU.
+        """
         staged = 0 if self._staged is None else self._staged[0].shape[2]
-        return (0 if self._ledger is None else self._ledger.seen) + staged
+        if not self._started:
+            return staged
+        if torch.compiler.is_compiling() or (self.device.type != "cpu" and self.steps_on_device):
+            return self._counts[-1] + staged
+        return self._rows.seen + staged
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Logical key length including the new tokens, and offset 0."""
-        return self.get_seq_length() + query_length, 0
+        """Logical key length including the new tokens, and offset 0.
+
+        A decode step without the host needs no mask over the past: there the length is 1, the new token.
+        """
+        if query_length == 1 and self.steps_on_device:
+            return 1, 0
+        return int(self.get_seq_length()) + query_length, 0
 
     def get_max_length(self) -> int:
         """``max_cache_len``, or -1 if the cache grows."""
@@ -247,9 +354,11 @@ class LocksLayer(CacheLayerMixin):
             return
         self._require_committed()
         removed = -tokens_to_remove
+        rows = self._rows
         self._rolled_back = self._drafting and removed < self._last_append
         if removed:
-            self._ledger.drop_last(removed)
+            rows.drop_last(removed)
+            self._positions = max(0, self._positions - removed)
             self._sync_rows()
 
     def activate_past_recording(self) -> None:
@@ -301,7 +410,8 @@ class LocksLayer(CacheLayerMixin):
         key, value = self._staged
         self.discard_staged()  # first: on an error below nothing is kept of them
         size = key.shape[2]
-        starts = self._ledger.lengths
+        rows_before = self._rows
+        starts = rows_before.lengths
         if real is None:
             counts = [size] * self._ledger.batch
         else:
@@ -315,8 +425,8 @@ class LocksLayer(CacheLayerMixin):
             self._value_buffer[:, :, start : start + size] = new_value
         elif real is None and size == 1:
             rows = torch.arange(self._ledger.batch, device=self.device)
-            self._key_buffer[rows, :, self._lengths.long()] = new_key[:, :, 0]
-            self._value_buffer[rows, :, self._lengths.long()] = new_value[:, :, 0]
+            self._key_buffer[rows, :, self._counts[:-1].long()] = new_key[:, :, 0]
+            self._value_buffer[rows, :, self._counts[:-1].long()] = new_value[:, :, 0]
         else:
             for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
                 chosen = slice(None) if real is None else real[row].to(self.device)
@@ -329,10 +439,9 @@ class LocksLayer(CacheLayerMixin):
         self._rolled_back = False
         self._last_append = size
         self._ledger.append(size, real)
-        if real is None:
-            self._lengths = self._lengths + size
-        else:
-            self._lengths = torch.tensor(self._ledger.lengths, dtype=torch.int32, device=self.device)
+        self._started = True
+        self._positions += size
+        self._publish_counts()
         self._summarize_complete_pages()
         return key, value, is_draft_check
 
@@ -354,16 +463,22 @@ class LocksLayer(CacheLayerMixin):
                 "larger max_cache_len, or without one to let it grow"
             )
         if tokens <= capacity:
-            if self._key_buffer.is_inference() and not torch.is_inference_mode_enabled():
-                # Made under torch.inference_mode, they cannot be written to outside it.
-                self._key_buffer, self._value_buffer = self._key_buffer.clone(), self._value_buffer.clone()
-                self.summaries = {name: array.clone() for name, array in self.summaries.items()}
+            self._leave_inference_mode()
             return
-        wanted = limit if limit is not None else max(tokens + _HEADROOM_TOKENS, capacity + capacity // 2)
+        wanted = limit if limit is not None else _capacity_for(max(tokens + _HEADROOM_TOKENS, capacity + capacity // 2))
         pages = -(-wanted // page_size)
         self._key_buffer = _grown(self._key_buffer, pages * page_size)
         self._value_buffer = _grown(self._value_buffer, pages * page_size)
         self.summaries = {name: _grown(array, pages) for name, array in self.summaries.items()}
+
+    def _leave_inference_mode(self) -> None:
+        """Copy what was made under ``torch.inference_mode``: it cannot be written to outside."""
+        if self._key_buffer.is_inference() and not torch.is_inference_mode_enabled():
+            self._key_buffer = _in_place(self._key_buffer.clone())
+            self._value_buffer = _in_place(self._value_buffer.clone())
+            self.summaries = {name: _in_place(array.clone()) for name, array in self.summaries.items()}
+        if self._counts.is_inference() and not torch.is_inference_mode_enabled():
+            self._counts = _in_place(self._counts.clone())
 
     def _summarize_complete_pages(self) -> None:
         page_size = self.config.page_size
@@ -417,24 +532,35 @@ class LocksLayer(CacheLayerMixin):
 
     def _sync_rows(self) -> None:
         """Bring what is derived from the ledger up to date after rows or lengths changed."""
-        lengths = self._ledger.lengths
-        self._lengths = torch.tensor(lengths, dtype=torch.int32, device=self.device)
         self._summarized = [
-            min(done, length // self.config.page_size) for done, length in zip(self._summarized, lengths, strict=True)
+            min(done, length // self.config.page_size)
+            for done, length in zip(self._summarized, self._ledger.lengths, strict=True)
         ]
+        self._publish_counts()
+
+    def _publish_counts(self) -> None:
+        """Tell the device what the ledger holds."""
+        counts = torch.tensor([*self._ledger.lengths, self._ledger.seen], dtype=torch.int32)
+        self._leave_inference_mode()
+        if self._counts.shape == counts.shape:
+            self._counts.copy_(counts)  # in place: graphs hold its address
+        else:
+            self._counts = _in_place(counts.to(self.device))
+        self._room = max(self._ledger.lengths, default=0)
 
     def _take_rows(self, rows: torch.Tensor) -> None:
         if not self.is_initialized:
             return
         self._require_committed()
+        ledger = self._rows
         rows = rows.to(self.device)
-        self._key_buffer = self._key_buffer.index_select(0, rows)
-        self._value_buffer = self._value_buffer.index_select(0, rows)
-        self.summaries = {name: array.index_select(0, rows) for name, array in self.summaries.items()}
-        if self._ledger.uniform and rows.shape[0] == self._ledger.batch and self._ledger.all_real:
+        self._key_buffer = _in_place(self._key_buffer.index_select(0, rows))
+        self._value_buffer = _in_place(self._value_buffer.index_select(0, rows))
+        self.summaries = {name: _in_place(array.index_select(0, rows)) for name, array in self.summaries.items()}
+        if ledger.uniform and rows.shape[0] == ledger.batch and ledger.all_real:
             return  # beams of equal length: nothing that the host tracks differs between rows
         host_rows = rows.tolist()
-        self._ledger.take_rows(host_rows)
+        ledger.take_rows(host_rows)
         self._summarized = [self._summarized[row] for row in host_rows]
         self.batch_size = len(host_rows)
         self._sync_rows()
@@ -451,8 +577,10 @@ class LocksLayer(CacheLayerMixin):
         new._reserve(self.max_length)
         new._key_buffer[:, :, : self.max_length] = self.keys
         new._value_buffer[:, :, : self.max_length] = self.values
-        new._ledger = self._ledger.copy()
-        new._lengths = self._lengths.clone()
+        new._ledger = self._rows.copy()
+        new._started = self._started
+        new._positions = self._positions
+        new._publish_counts()
         if selector.summary_key(config) == self.selector.summary_key(self.config):
             pages = self.max_length // config.page_size
             for name, array in self.summaries.items():
@@ -465,8 +593,8 @@ class LocksLayer(CacheLayerMixin):
     # Accounting
 
     def score_bytes(self, lengths: list[int]) -> int:
-        """Bytes read in a sparse step to score the complete pages of rows of the given lengths."""
-        n_pages = sum(length // self.config.page_size for length in lengths)
+        """Bytes read in a sparse step to score the pages before the most recent ones of rows of the given lengths."""
+        n_pages = sum(max(0, length - 1) // self.config.page_size for length in lengths)
         head_dim = self._key_buffer.shape[3]
         return self.n_kv_heads * self.selector.score_bytes(self.config, n_pages, head_dim, self.dtype)
 
@@ -477,11 +605,19 @@ class LocksLayer(CacheLayerMixin):
         per_token = 2 * self.n_kv_heads * self._key_buffer.shape[3] * self.dtype.itemsize
         per_page = self.n_kv_heads * self.selector.bytes_per_page(self.config, self._key_buffer.shape[3], self.dtype)
         return {
-            "summary_bytes": sum(self._summarized) * per_page if self.summaries else 0,
+            "summary_bytes": sum(n // self.config.page_size for n in self._rows.lengths) * per_page
+            if self.summaries
+            else 0,
             "summary_bytes_allocated": sum(array.nbytes for array in self.summaries.values()),
             "kv_bytes": sum(self._ledger.lengths) * per_token,
             "kv_bytes_allocated": self._key_buffer.nbytes + self._value_buffer.nbytes,
         }
+
+
+def _capacity_for(tokens: int) -> int:
+    """``tokens`` rounded up to one of eight sizes an octave: compiled steps are made anew for each size they meet."""
+    step = max(_HEADROOM_TOKENS, 1 << max(0, tokens.bit_length() - 4))
+    return -(-tokens // step) * step
 
 
 def _grown(buffer: torch.Tensor, size: int) -> torch.Tensor:
@@ -491,11 +627,24 @@ def _grown(buffer: torch.Tensor, size: int) -> torch.Tensor:
     """
     grown = buffer.new_zeros((*buffer.shape[:2], size, *buffer.shape[3:]))
     grown[:, :, : buffer.shape[2]] = buffer
-    return grown
+    return _in_place(grown)
+
+
+def _in_place(buffer: torch.Tensor) -> torch.Tensor:
+    """Tell the compiler that steps write to the buffer where it lies: otherwise it captures no CUDA graphs."""
+    if buffer.device.type == "cuda":
+        torch._dynamo.mark_static_address(buffer, guard=False)
+    return buffer
 
 
 # Layers that see every token and say how many they have seen.
 _COUNTING_LAYERS = (LocksLayer, cache_utils.DynamicSlidingWindowLayer)
+
+
+def _positions(layer: CacheLayerMixin) -> int:
+    """Positions a layer has seen in the passes that the host took part in, without waiting for the device."""
+    # As an int: after crop a layer of Transformers 5.17 may count in a tensor.
+    return layer.host_positions if isinstance(layer, LocksLayer) else int(layer.get_seq_length())
 
 
 class LocksCache(Cache):
@@ -554,6 +703,7 @@ class LocksCache(Cache):
         )
         self.selector = resolve_selector(selector)
         self._padding = PaddingReader()
+        self._drafting = False
         new_layer = self._layer_factory()
         self._knows_layers = config is not None
         if config is None:
@@ -568,6 +718,51 @@ class LocksCache(Cache):
     def locks_layers(self) -> list[LocksLayer]:
         """The layers whose pages Locks selects."""
         return [layer for layer in self.layers if isinstance(layer, LocksLayer)]
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether ``generate`` may compile decode steps: they take part in nothing that the host must know."""
+        others = (layer for layer in self.layers if not isinstance(layer, LocksLayer))
+        steps = isinstance(self.selector, LocksSelector) and not self._drafting
+        return steps and all(layer.is_compileable for layer in others)
+
+    @property
+    def steps_on_device(self) -> bool:
+        """Whether a forward pass over single tokens is a decode step that the host takes no part in."""
+        return self.is_compileable and bool(self.locks_layers) and all(x.steps_on_device for x in self.locks_layers)
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where decode steps read and write; recorded steps are good for these only."""
+        return tuple(
+            array.data_ptr()
+            for layer in self.locks_layers
+            for array in (layer.key_buffer, layer.value_buffer, layer.counts, *layer.summaries.values())
+        )
+
+    def begin_step(self) -> bool:
+        """Do what the host does in a decode step that is replayed; ``False`` if the buffers had to move for it.
+
+        Raises:
+            ValueError: If the step does not fit ``max_cache_len``.
+        """
+        layers = self.locks_layers
+        if any([layer.make_room(1) for layer in layers]):  # a list: all of them, not up to the first that moves
+            return False
+        for layer in layers:
+            layer.count_replayed_step()
+        return True
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As in :class:`transformers.Cache`. Asked before each forward pass, it is where room for a step is made.
+
+        Raises:
+            ValueError: If the step does not fit ``max_cache_len``.
+        """
+        if query_length == 1 and not torch.compiler.is_compiling():
+            for layer in self.locks_layers:
+                if layer.steps_on_device:
+                    layer.make_room(1)
+        return super().get_mask_sizes(query_length, layer_idx)
 
     @property
     def nbytes(self) -> int:
@@ -608,10 +803,12 @@ class LocksCache(Cache):
                 layer.keys = layer.values = None
                 layer.is_initialized = False
             layer.reset()
+        self._drafting = False
 
     def reset_stats(self) -> None:
         """Set all counters to zero."""
         for layer in self.locks_layers:
+            layer.settle()
             layer.counters = LayerCounters()
 
     def reconfigure(self, *, budget: int | None = None, combine: str | None = None) -> None:
@@ -626,6 +823,8 @@ class LocksCache(Cache):
         """
         changes = {name: value for name, value in (("budget", budget), ("combine", combine)) if value is not None}
         self.locks_config = replace(self.locks_config, **changes)
+        for layer in self.locks_layers:
+            layer.settle()
         if self.layer_class_to_replicate is not None:
             self.layer_class_to_replicate = self._layer_factory()
         for layer in self.locks_layers:
@@ -663,6 +862,7 @@ class LocksCache(Cache):
         """Assisted generation begins; tells the layers, those still to be made included."""
         if self.layer_class_to_replicate is not None:
             self.layer_class_to_replicate = partial(self.layer_class_to_replicate, drafting=True)
+        self._drafting = True
         super().activate_past_recording()
 
     def get_conv_state(self, layer_idx: int, *args, **kwargs) -> torch.Tensor | None:
@@ -687,17 +887,16 @@ class LocksCache(Cache):
 
     def _lengths_before(self, layer_idx: int, size: int) -> set[int]:
         """Tokens held before this pass of ``size``: by all layers where it begins, later by two that must agree."""
-        # As ints: after crop a layer of Transformers 5.17 may count in a tensor.
         first = next((index for index, layer in enumerate(self.layers) if isinstance(layer, _COUNTING_LAYERS)), None)
         if layer_idx == first:
-            return {int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, _COUNTING_LAYERS)}
+            return {_positions(layer) for layer in self.layers if isinstance(layer, _COUNTING_LAYERS)}
         if first is None:
             return set()
-        before = int(self.layers[first].get_seq_length()) - size  # it has this pass's tokens already
+        before = _positions(self.layers[first]) - size  # it has this pass's tokens already
         if layer_idx >= len(self.layers):
             return {before, 0}  # a layer that is still to be made
         layer = self.layers[layer_idx]
-        return {before, int(layer.get_seq_length())} if isinstance(layer, _COUNTING_LAYERS) else set()
+        return {before, _positions(layer)} if isinstance(layer, _COUNTING_LAYERS) else set()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
@@ -707,7 +906,9 @@ class LocksCache(Cache):
         Raises:
             ValueError: As :meth:`LocksLayer.update`, and if an interrupted forward pass left layers ahead of others.
         """
-        held = self._lengths_before(layer_idx, key_states.shape[-2])
+        # A compiled pass is one piece.
+        compiling = torch.compiler.is_compiling()
+        held = set() if compiling else self._lengths_before(layer_idx, key_states.shape[-2])
         if len(held) > 1:
             raise ValueError(
                 f"the layers of this cache hold {sorted(held)} tokens: a forward pass was interrupted between them, or "
@@ -715,6 +916,27 @@ class LocksCache(Cache):
                 + ("" if self._knows_layers else f". If that is not so: {_NEEDS_CONFIG}")
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def load_states(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
+        """Append tokens to a layer that come from elsewhere than a forward pass, as a prompt would have.
+
+        Load into all layers alike before a model continues the cache.
+
+        Args:
+            key_states: Post-RoPE keys ``(B, H, n, d)``, all of them real tokens.
+            value_states: Values, likewise.
+            layer_idx: The layer.
+
+        Raises:
+            ValueError: As :meth:`update`, if the tokens do not fit ``max_cache_len``, and if the layer is not one of
+                :attr:`locks_layers`.
+        """
+        if layer_idx < len(self.layers) and not isinstance(self.layers[layer_idx], LocksLayer):
+            kind = type(self.layers[layer_idx]).__name__
+            raise ValueError(f"layer {layer_idx} is a {kind}, which Locks does not fill: load into the others alone")
+        returned, _ = self.update(key_states, value_states, layer_idx)
+        handoff.take(returned)
+        self.layers[layer_idx].commit(None)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args, **kwargs) -> torch.Tensor:
         """As in :class:`transformers.Cache`.

@@ -12,9 +12,9 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
+if TYPE_CHECKING:
     from .cache import LocksLayer
 
 _slot = threading.local()
@@ -46,5 +46,6 @@ def take(key: torch.Tensor) -> LocksLayer | None:
             )
         return None
     _slot.layer = None
-    setattr(key, _TAKEN, True)
+    if not torch.compiler.is_compiling():
+        setattr(key, _TAKEN, True)
     return layer

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from .attention import NAME
+from .graphs import StepGraphs
 
 # The changes in force on each model, oldest first. They end with the model, which they do not keep in memory.
 _in_force: weakref.WeakKeyDictionary[PreTrainedModel, list[_Change]] = weakref.WeakKeyDictionary()
@@ -17,11 +18,12 @@ _lock = threading.RLock()
 
 
 class _Change:
-    """What the configurations of a model had before they were switched."""
+    """What the configurations of a model had before they were switched, and its recorded decode steps."""
 
     def __init__(self, model: PreTrainedModel):
         # Configurations are not hashable, and models may share them.
         self._before = [(config, config._attn_implementation_internal) for config in _configs(model)]
+        self.graphs: StepGraphs | None = None
 
     def undo(self) -> None:
         """Restore each configuration that no other change in force covers; leave the others to those changes."""
@@ -32,6 +34,8 @@ class _Change:
                 config._attn_implementation_internal = before
             for other in others:
                 other._inherit(config, before)
+        if self.graphs is not None:
+            self.graphs.remove()
 
     def _covers(self, config: PreTrainedConfig) -> bool:
         return any(own is config for own, _ in self._before)
@@ -59,7 +63,7 @@ class Patch:
                 self._change.undo()
 
 
-def patch(model: PreTrainedModel) -> Patch:
+def patch(model: PreTrainedModel, *, cuda_graphs: bool = False) -> Patch:
     """Switch a loaded decoder-only model to the attention implementation ``"locks"``.
 
     Works as a plain call, undone by :func:`unpatch`, and as a context manager::
@@ -68,12 +72,15 @@ def patch(model: PreTrainedModel) -> Patch:
         with patch(model):
             model.generate(..., past_key_values=LocksCache(budget=2048))
 
-    Only the model's configuration changes; its modules and weights are untouched. In a model with several parts, the
-    language model alone is switched. Threads may patch and undo at the same time; the model is on ``"locks"`` while any
-    of them has it patched.
+    Without ``cuda_graphs`` only the model's configuration changes; modules and weights are untouched anyway. In a
+    model with several parts, the language model alone is switched. Threads may patch and undo at the same time; the
+    model is on ``"locks"`` while any of them has it patched.
 
     Args:
         model: A Transformers model.
+        cuda_graphs: Record decode steps on a LocksCache in CUDA graphs and replay them, instead of having ``generate``
+            compile the model; see :mod:`locks_hf.graphs`. While it lasts the model's ``forward`` is wrapped. Elsewhere
+            than on a CUDA device it changes nothing.
 
     Returns:
         A context manager that yields the model.
@@ -92,6 +99,8 @@ def patch(model: PreTrainedModel) -> Patch:
     causal = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
     if not getattr(text_config, "is_causal", True) or (causal and not any(causal)):
         raise ValueError(f"{name} attends in both directions: Locks supports causal language models")
+    if cuda_graphs and any(change.graphs is not None for change in _in_force.get(model, [])):
+        raise ValueError(f"the decode steps of this {name} are recorded already: undo that patch first")
     if not model._can_set_attn_implementation():
         raise ValueError(f"{name} does not use Transformers' attention interface, so its attention cannot be switched")
 
@@ -106,6 +115,8 @@ def patch(model: PreTrainedModel) -> Patch:
         if text_config._attn_implementation != NAME:
             new.undo()
             raise ValueError(f"{name} did not accept the attention implementation {NAME!r}")
+        if cuda_graphs:
+            new.graphs = StepGraphs(model)
         if model not in _in_force:
             _in_force[model] = []
             # A model that goes while it is patched may leave its configuration to others.

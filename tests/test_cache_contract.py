@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from locks_hf import LocksCache
+from locks_hf.cache import LocksLayer
 from tests.helpers import (
     FULL_ATTENTION,
     PAGE,
@@ -169,6 +170,29 @@ def test_generate_in_prefill_chunks_gives_the_tokens_of_one_piece(llama, chunk):
     expected = greedy(llama, ids, 8, small_cache(), attention_mask=mask)
     chunked = greedy(llama, ids, 8, small_cache(), attention_mask=mask, prefill_chunk_size=chunk)
     assert torch.equal(chunked, expected)
+
+
+@pytest.mark.parametrize("selector", ("locks", "quest"))
+def test_where_the_device_counts_prefill_chunks_and_turns_give_the_same(llama, monkeypatch, selector):
+    """As on a GPU, where the length is a tensor once steps need nothing from the host."""
+    ids, mask = left_pad(prompts_of((40, 33, 5)))
+
+    def two_turns():
+        cache = small_cache(selector=selector)
+        first = greedy(llama, ids, 8, cache, attention_mask=mask, prefill_chunk_size=7)
+        more = torch.cat([ids, first, random_tokens(3, 5)], dim=1)
+        longer = torch.cat([mask, torch.ones(3, 13, dtype=mask.dtype)], dim=1)
+        return torch.cat([first, greedy(llama, more, 8, cache, attention_mask=longer)], dim=1)
+
+    expected, plain = two_turns(), LocksLayer.get_seq_length
+
+    def on_the_device(layer):
+        if layer._started and layer.steps_on_device:
+            return layer._counts[-1] + (0 if layer._staged is None else layer._staged[0].shape[2])
+        return plain(layer)
+
+    monkeypatch.setattr(LocksLayer, "get_seq_length", on_the_device)
+    assert torch.equal(two_turns(), expected)
 
 
 def test_continuing_a_prefilled_cache_gives_what_one_long_prompt_gives(llama):
@@ -547,7 +571,7 @@ def test_padding_takes_no_capacity(llama):
 
 
 def test_growing_keeps_the_content_and_decoding_does_not_move_it(llama):
-    ids, tokens = random_tokens(2, 700), random_tokens(2, 3, seed=1)
+    ids, tokens = random_tokens(2, 1200), random_tokens(2, 3, seed=1)
     cache, fresh = small_cache(), small_cache()
     capacities = []
     for chunk in (ids[:, :5], ids[:, 5:500], ids[:, 500:520], ids[:, 520:]):
@@ -746,17 +770,18 @@ def test_what_transformers_asks_of_a_cache(llama):
     assert len(cache) == 0
     assert cache.get_seq_length() == 0
     assert cache.get_mask_sizes(7, 0) == (7, 0)
-    assert not cache.is_compileable
+    assert cache.is_compileable
     ids, mask = left_pad(prompts_of((21, 9)))
     feed(llama, cache, ids, mask=mask)
     assert len(cache) == 2
     # Logical lengths, padding included, on every layer.
     assert [cache.get_seq_length(layer) for layer in range(2)] == [21, 21]
-    assert cache.get_mask_sizes(1, 0) == (22, 0)
+    assert cache.get_mask_sizes(2, 0) == (23, 0)
+    assert cache.get_mask_sizes(1, 0) == (1, 0)  # a decode step needs no mask over the past
     assert cache.get_max_length() == -1
     assert cache.batch_size == 2
     assert cache.is_croppable
-    assert not cache.is_compileable
+    assert cache.is_compileable
     assert cache.is_sliding == [False, False]
     assert cache.layers[0].keys.shape == cache.layers[0].values.shape == (2, 2, 21, 8)
     assert [layer.row_lengths for layer in cache.layers] == [[21, 9]] * 2

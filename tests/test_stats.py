@@ -46,8 +46,8 @@ def test_one_row_by_hand(llama):
     assert tokens == [attended(length) for length in range(41, 47)]
     assert stats.tokens_attended == pytest.approx(sum(tokens) / 6)
     assert stats.kv_bytes_read_per_step == pytest.approx(sum(tokens) / 6 * KV_TOKEN * HEADS * LAYERS)
-    # Complete pages that were scored: 10, 10, 10, 11, 11, 11.
-    assert stats.summary_bytes_read_per_step == pytest.approx(63 / 6 * SUMMARY * HEADS * LAYERS)
+    # Pages that were scored, those before the most recent one: 10, 10, 10, 10, 11, 11.
+    assert stats.summary_bytes_read_per_step == pytest.approx(62 / 6 * SUMMARY * HEADS * LAYERS)
     assert stats.bytes_read_per_step == stats.kv_bytes_read_per_step + stats.summary_bytes_read_per_step
     assert stats.summary_bytes == 11 * SUMMARY * HEADS * LAYERS
     assert stats.kv_bytes == 46 * KV_TOKEN * HEADS * LAYERS
@@ -66,7 +66,7 @@ def test_a_padded_batch_by_hand(llama):
     assert attended(7) == 7  # a row that fits attends itself
     assert stats.tokens_attended == pytest.approx(tokens / (5 * 3))
     assert stats.kv_bytes_read_per_step == pytest.approx(tokens / 5 * KV_TOKEN * HEADS * LAYERS)
-    pages = sum(length // PAGE for step in steps for length in step)
+    pages = sum((length - 1) // PAGE for step in steps for length in step)
     assert stats.summary_bytes_read_per_step == pytest.approx(pages / 5 * SUMMARY * HEADS * LAYERS)
     assert stats.kv_bytes == (45 + 11 + 28) * KV_TOKEN * HEADS * LAYERS
     assert stats.summary_bytes == (11 + 2 + 7) * SUMMARY * HEADS * LAYERS
@@ -123,7 +123,7 @@ def test_the_union_of_quest_is_counted(llama):
     assert stats.tokens_attended == pytest.approx(tokens / (6 * LAYERS * HEADS * 2))
     assert stats.tokens_attended > 12  # two query heads do not always agree
     assert stats.kv_bytes_read_per_step == pytest.approx(tokens * KV_TOKEN / 6)
-    pages = sum(length // PAGE for _, lengths in selector.calls for length in lengths)
+    pages = sum((length - 1) // PAGE for _, lengths in selector.calls for length in lengths)
     assert stats.summary_bytes_read_per_step == pytest.approx(pages * HEADS * 2 * DIM * 4 / 6)
 
 

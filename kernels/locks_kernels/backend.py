@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
+import numpy as np
 import torch
 
 try:
@@ -16,8 +18,12 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
 MIN_CAPABILITY = (8, 0)
 _CHOICES = ("auto", "reference")
+LARGEST = np.finfo(np.float32).max
+# Multiply-adds up to which a BLAS neither calls in other threads nor reorders its operands first.
+PRODUCT = 1 << 19
 
 
+@functools.cache
 def interpreting() -> bool:
     """Whether Triton kernels run in the CPU interpreter (``TRITON_INTERPRET=1`` when Triton was imported)."""
     return triton is not None and bool(triton.knobs.runtime.interpret)
@@ -43,17 +49,18 @@ def _cuda_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def use_triton(device: torch.device) -> bool:
-    """Whether an op on ``device`` runs its Triton kernel.
+def implementation(device: torch.device) -> str:
+    """What an op on ``device`` runs: ``"triton"``, ``"cpu"`` or ``"reference"``.
 
-    CPU and other non-CUDA devices take the torch reference, unless Triton is in interpreter mode. The environment
-    variable ``LOCKS_KERNELS=reference`` forces the reference everywhere.
+    A CPU runs the op's CPU form, which is the reference where an op has none, or Triton's interpreter where that is
+    switched on. Other devices that are not CUDA take the reference. The environment variable
+    ``LOCKS_KERNELS=reference`` forces the reference everywhere.
 
     Raises:
         ValueError: On a CUDA device that cannot run the kernels, rather than falling back silently.
     """
     if _choice() == "reference":
-        return False
+        return "reference"
     if device.type == "cuda":
         obstacle = _cuda_obstacle(device)
         if obstacle is not None:
@@ -61,8 +68,54 @@ def use_triton(device: torch.device) -> bool:
                 f"the Locks kernels cannot run on {device}: {obstacle}. Set LOCKS_KERNELS=reference to use the much "
                 "slower torch reference instead"
             )
-        return True
-    return device.type == "cpu" and interpreting()
+        return "triton"
+    if device.type == "cpu":
+        return "triton" if interpreting() else "cpu"
+    return "reference"
+
+
+def use_triton(device: torch.device) -> bool:
+    """Whether an op on ``device`` runs its Triton kernel; see :func:`implementation`."""
+    return implementation(device) == "triton"
+
+
+def raw(array: torch.Tensor) -> np.ndarray:
+    """A CPU tensor as a NumPy array over the same memory; 16-bit floats as their bits, int16."""
+    array = array.detach()
+    return (array.view(torch.int16) if array.dtype in (torch.bfloat16, torch.float16) else array).numpy()
+
+
+def bf16_to_float(bits: np.ndarray) -> np.ndarray:
+    """The float32 values of bf16 numbers given as their bits, int16; contiguous."""
+    wide = np.empty(bits.shape, dtype=np.int32)
+    np.left_shift(bits, 16, out=wide, dtype=np.int32)
+    return wide.view(np.float32)
+
+
+def finite(values: np.ndarray) -> np.ndarray:
+    """Float32 values with infinities replaced by the largest and least finite ones, in place; a NaN stays."""
+    return np.minimum(np.maximum(values, -LARGEST, out=values), LARGEST, out=values)
+
+
+def product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """``left @ right`` for a long and a narrow matrix, in pieces that a BLAS does at once on the calling thread."""
+    step = max(1, PRODUCT // right.size)
+    if len(left) <= step:
+        return left @ right
+    return np.concatenate([left[start : start + step] @ right for start in range(0, len(left), step)])
+
+
+def programmatic_launch(device: torch.device) -> dict[str, bool]:
+    """Launch options by which a kernel starts while the one before it ends: from compute capability 9.0 on."""
+    if interpreting() or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; of the one the kernels are tuned on elsewhere."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def check_head_dim_and_dtype(head_dim: int, dtype: torch.dtype) -> None:
@@ -80,21 +133,22 @@ def check_head_dim_and_dtype(head_dim: int, dtype: torch.dtype) -> None:
         raise ValueError(f"keys and values of {dtype} have no kernel: load the model in one of {names}")
 
 
-def check_row_counts(name: str, counts: torch.Tensor, rows: int, most: int) -> None:
+def check_row_counts(name: str, counts: torch.Tensor, rows: int, most: int | None) -> None:
     """Refuse per-row counts that are not one integer a row from 0 to ``most``.
 
     The values are checked on the CPU only, where they cost no wait; on a GPU the kernels take what exceeds ``most`` as
-    ``most``.
+    ``most``. ``most`` of ``None`` leaves the values alone.
 
     Raises:
         ValueError: If ``counts`` is not an integer tensor of shape ``(rows,)``, or a value is out of range.
     """
     if counts.shape != (rows,) or counts.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be int32 ({rows},), one a row, got {counts.dtype} {tuple(counts.shape)}")
-    if counts.device.type == "cpu":
-        values = counts.tolist()  # several times faster than comparing tensors of a few rows
-        if any(not 0 <= value <= most for value in values):
-            raise ValueError(f"{name} must be from 0 to {most}, got {values}")
+    if most is None or counts.device.type != "cpu":
+        return
+    values = counts.tolist()  # several times faster than comparing tensors of a few rows
+    if any(not 0 <= value <= most for value in values):
+        raise ValueError(f"{name} must be from 0 to {most}, got {values}")
 
 
 def check_page_size(page_size: int) -> None:
@@ -120,5 +174,5 @@ def kernel_status() -> list[tuple[str, bool, str]]:
             "CPU, in the Triton interpreter (TRITON_INTERPRET is set): for tests, very slow",
         )
     else:
-        usable, reason = False, "no CUDA device: the torch reference runs instead"
+        usable, reason = False, "no CUDA device: the op's CPU form runs instead"
     return [(op, usable, reason) for op in OPS]

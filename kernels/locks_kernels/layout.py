@@ -1,6 +1,6 @@
 """How a page summary is packed, and the bytes it takes (paper App. C.7).
 
-A summary of a page of ``P`` keys of ``d`` channels at rank ``r`` is four arrays, kept as structure of arrays:
+A summary of a page of ``P`` keys of ``d`` channels at rank ``r`` is five arrays, kept as structure of arrays:
 
 =============  ==========================  =========  ====================================================
 name           shape per page              dtype      content
@@ -8,7 +8,8 @@ name           shape per page              dtype      content
 basis          (r, d * bits / 8)           uint8      columns of V, int2 or int4 codes (int8, bf16: unpacked)
 coefficients   (P, r)                      int8       C, one row a token
 centroid       (d,)                        int8       mu
-scales         (1 + P + r,)                bfloat16   of the centroid, of each row of C, of each column of V
+token_scales   (P,)                        bfloat16   of each row of C
+scales         (1 + r,)                    bfloat16   of the centroid, of each column of V
 =============  ==========================  =========  ====================================================
 
 Quantisation is symmetric. A bf16 basis has no column scales. Sub-byte codes are stored biased (``code + 2**(bits-1)``)
@@ -60,8 +61,8 @@ class SummaryLayout:
 
     @property
     def n_scales(self) -> int:
-        """Scales a page: centroid, one per token, one per basis column unless the basis is bf16."""
-        return 1 + self.page_size + (self.rank if self.basis_bits < 16 else 0)
+        """Scales a page besides those of the tokens: centroid, one per basis column unless the basis is bf16."""
+        return 1 + (self.rank if self.basis_bits < 16 else 0)
 
     def fields(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape per page and dtype of each array."""
@@ -69,6 +70,7 @@ class SummaryLayout:
             "basis": ((self.rank, self.basis_width), _BASIS_DTYPES[self.basis_bits]),
             "coefficients": ((self.page_size, self.rank), torch.int8),
             "centroid": ((self.head_dim,), torch.int8),
+            "token_scales": ((self.page_size,), torch.bfloat16),
             "scales": ((self.n_scales,), torch.bfloat16),
         }
 
@@ -117,29 +119,19 @@ def unpack_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.cat(parts, dim=-1).to(torch.float32)
 
 
-def split_scales(scales: torch.Tensor, layout: SummaryLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split ``(..., n_scales)`` into float32 scales of the centroid ``(..., 1)``, tokens ``(..., P)`` and columns.
-
-    The column scales are ``(..., r)``; for a bf16 basis they are an empty ``(..., 0)``.
-    """
-    scales = scales.float()
-    tokens_end = 1 + layout.page_size
-    return scales[..., :1], scales[..., 1:tokens_end], scales[..., tokens_end:]
-
-
 def dequantize(summaries: dict[str, torch.Tensor], layout: SummaryLayout) -> tuple[torch.Tensor, ...]:
     """Unpack summaries to float32.
 
     Returns:
         Centroid ``(..., d)``, coefficients ``(..., P, r)`` and basis columns ``(..., r, d)``.
     """
-    centroid_scale, token_scale, column_scale = split_scales(summaries["scales"], layout)
-    centroid = summaries["centroid"].float() * centroid_scale
-    coefficients = summaries["coefficients"].float() * token_scale[..., None]
+    scales = summaries["scales"].float()
+    centroid = summaries["centroid"].float() * scales[..., :1]
+    coefficients = summaries["coefficients"].float() * summaries["token_scales"].float()[..., None]
     if layout.basis_bits == 16:
         basis = summaries["basis"].float()
     else:
         codes = summaries["basis"]
         codes = codes.float() if layout.basis_bits == 8 else unpack_codes(codes, layout.basis_bits)
-        basis = codes * column_scale[..., None]
+        basis = codes * scales[..., 1:, None]
     return centroid, coefficients, basis

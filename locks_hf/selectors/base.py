@@ -29,6 +29,10 @@ class PageView:
     lengths: torch.Tensor
     max_length: int
 
+    def open_pages(self, page_size: int) -> torch.Tensor:
+        """Pages of each row before that of its most recent token, int32 ``(B,)``: all complete, and not forced."""
+        return (self.lengths - 1).clamp(min=0) // page_size
+
 
 class PageSelector(ABC):
     """Chooses the pages a decode step attends. Stateless: the cache keeps the summaries it makes.

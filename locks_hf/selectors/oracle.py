@@ -46,11 +46,11 @@ class OracleSelector(PageSelector):
 
     def select(self, query: torch.Tensor, pages: PageView, config: LocksConfig, scaling: float) -> torch.Tensor:
         """Exact page mass, combined over the group, then the top pages."""
-        n_complete = pages.lengths // config.page_size
+        n_pages = pages.open_pages(config.page_size)
         complete_tokens = pages.max_length // config.page_size * config.page_size
         keys = pages.keys[:, :, :complete_tokens]
-        lse = exact_page_lse(query, keys, n_complete, config.page_size, scaling)
-        value = combine(lse, n_complete, config.combine)
+        lse = exact_page_lse(query, keys, n_pages, config.page_size, scaling)
+        value = combine(lse, n_pages, config.combine)
         return top_pages(value, pages.lengths, config.page_size, config.page_slots)
 
     def score_bytes(self, config: LocksConfig, n_pages: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -13,80 +13,161 @@ if os.environ.get("TRITON_INTERPRET"):
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from locks_hf.kernels.attend.triton import _attend_combine_kernel, _attend_split_kernel
-from locks_hf.kernels.score.triton import _score_kernel
-from locks_hf.kernels.select.triton import _combine_kernel, _normalizer_kernel, _top_pages_kernel
-from locks_hf.kernels.summarize.triton import _summarize_kernel, summarize_warps
+from locks_hf.kernels import SummaryLayout
+from locks_hf.kernels.attend.triton import _attend_combine_kernel, _attend_split_kernel, combine_options
+from locks_hf.kernels.decode.triton import _end_kernel
+from locks_hf.kernels.score.gluon import score_kernel
+from locks_hf.kernels.score.triton import _prepare_kernel, _score_kernel
+from locks_hf.kernels.select.triton import (
+    _combine_kernel,
+    _key_kernel,
+    _normalizer_kernel,
+    _search_pages_kernel,
+    _top_pages_kernel,
+)
+from locks_hf.kernels.summarize.triton import _summarize_kernel, summarize_options
 
 POINTERS = {
-    "basis_ptr": "*u8", "coefficients_ptr": "*i8", "centroid_ptr": "*i8", "scales_ptr": "*bf16", "n_pages_ptr": "*i32",
-    "lengths_ptr": "*i32", "pages_ptr": "*i32", "lse_ptr": "*fp32", "value_ptr": "*fp32", "normalizer_ptr": "*fp32",
-    "partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32",
+    "basis_ptr": "*u8", "coefficients_ptr": "*i32", "centroid_ptr": "*i8", "token_scales_ptr": "*bf16",
+    "scales_ptr": "*bf16", "codes_ptr": "*i8", "unit_ptr": "*fp32", "bias_ptr": "*i32", "n_pages_ptr": "*i32",
+    "lengths_ptr": "*i32", "counts_ptr": "*i32", "added_ptr": "*i32", "real_ptr": "*u8", "pages_ptr": "*i32",
+    "groups_ptr": "*i32", "lse_ptr": "*fp32", "partial_ptr": "*fp32", "value_ptr": "*fp32", "key_ptr": "*i32",
+    "group_key_ptr": "*i32", "partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32",
 }  # fmt: skip
+NO_CHOICE = {"CHOOSE": False, "HAS_REAL": False, "GROUP": 1, "C": 1, "S": 1, "BLOCK_K": 1}
 FLOATS = {"scaling", "rank_tolerance", "ridge_factor"}
 
 
-def compiled(kernel, capability, dtype="bf16", num_warps=4, **constants):
+def compiled(kernel, capability, dtype="bf16", num_warps=4, num_stages=3, pointers=None, maxnreg=None, **constants):
+    if "num_warps" in kernel.arg_names:
+        constants["num_warps"] = num_warps
+    if "PDL" in kernel.arg_names:
+        constants["PDL"] = capability >= 90
     signature = {}
     for name in kernel.arg_names:
         if name in constants:
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
-            signature[name] = POINTERS.get(name, f"*{dtype}")
+            signature[name] = {**POINTERS, **(pointers or {})}.get(name, f"*{dtype}")
         else:
             signature[name] = "fp32" if name in FLOATS else "i32"
-    source = ASTSource(
-        fn=kernel, signature=signature, constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()}
-    )
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": num_warps})
+    kind = GluonASTSource if kernel is score_kernel else ASTSource
+    constants = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = kind(fn=kernel, signature=signature, constexprs=constants)
+    options = {"num_warps": num_warps, "maxnreg": maxnreg}
+    if kind is ASTSource:
+        options["num_stages"] = num_stages
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+BYTES = {"coefficients_ptr": "*i8"}  # where coefficients are written, or read one by one
+
+
+def score_options(head_dim, rank, bits, group, block_pages, page_size=16):
+    layout = SummaryLayout(head_dim, rank, page_size, bits)
+    return {
+        "H": 4, "G": group, "BLOCK_G": max(4, triton.next_power_of_2(group)), "D": head_dim, "P": page_size, "R": rank,
+        "BLOCK_R": triton.next_power_of_2(rank), "BITS": bits, "PARTS": layout.codes_per_byte,
+        "BLOCK_W": max(32, triton.next_power_of_2(layout.basis_width)), "BLOCK_J": block_pages,
+        "WORDS": rank % 4 == 0, "N_SCALES": layout.n_scales, "INLINE": True, "STEP": True,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_kernels_compile(capability, head_dim):
     block_d = triton.next_power_of_2(head_dim)
+    layout = SummaryLayout(head_dim, 4)
+    block_pages = 64 if head_dim <= 128 else 32
     kernels = [
+        compiled(_summarize_kernel, capability, pointers=BYTES, **summarize_options(layout, True)),
         compiled(
-            _summarize_kernel, capability, num_warps=summarize_warps(head_dim, 16), D=head_dim, PARTS=2,
-            BLOCK_W=block_d // 2, P=16, BLOCK_P=16, R=4, BITS=4, REFIT=True, SQUARINGS=7, N_SCALES=21,
+            _prepare_kernel, capability, H=4, G=8, BLOCK_G=8, D=head_dim, BLOCK_D=block_d, P=16, OFFSET=8, STEP=True,
+            HAS_REAL=True,
         ),
+        compiled(_score_kernel, capability, num_stages=1, STAGES=1, **score_options(head_dim, 8, 4, 4, block_pages)),
+        compiled(_score_kernel, capability, STAGES=3, **score_options(head_dim, 4, 4, 8, block_pages)),
         compiled(
-            _score_kernel, capability, H=4, G=8, BLOCK_G=16, D=head_dim, BLOCK_D=block_d, P=16, R=4, BITS=4, PARTS=2,
-            BLOCK_W=block_d // 2, BLOCK_J=16, N_SCALES=21,
+            _end_kernel, capability, pointers=BYTES, H=4, G=8,
+            **{**summarize_options(layout, True), **combine_options(32, head_dim)},
         ),
         compiled(
             _attend_split_kernel, capability, H=4, G=8, BLOCK_G=16, D=head_dim, BLOCK_D=block_d, P=16,
-            BLOCK_N=64 if head_dim <= 128 else 32, UPCAST=False,
+            BLOCK_N=64 if head_dim <= 128 else 32, UPCAST=False, **NO_CHOICE,
         ),
-        compiled(_attend_combine_kernel, capability, num_warps=1, G=8, D=head_dim, BLOCK_D=block_d),
+        compiled(
+            _attend_split_kernel, capability, num_stages=1, H=4, G=8, BLOCK_G=16, D=head_dim, BLOCK_D=block_d, P=16,
+            BLOCK_N=64 if head_dim <= 128 else 32, UPCAST=False, CHOOSE=True, HAS_REAL=True, GROUP=16,
+            C=512, S=8, BLOCK_K=128, num_warps=16,
+        ),
+        compiled(_attend_combine_kernel, capability, G=8, D=head_dim, **combine_options(32, head_dim)),
     ]  # fmt: skip
     for kernel in kernels:
         assert kernel.asm["cubin"]
         assert kernel.metadata.shared <= 99 * 1024  # what a block of sm_86 may use, the least of the supported
 
 
+@pytest.mark.parametrize(
+    ("rank", "bits", "page_size", "group", "block_pages"),
+    [
+        (3, 4, 16, 7, 64),
+        (4, 2, 16, 1, 64),
+        (8, 8, 16, 2, 32),
+        (8, 16, 16, 16, 16),
+        (15, 4, 16, 4, 32),
+        (8, 4, 64, 4, 16),
+    ],
+)
+def test_score_compiles_for_every_kind_of_summary(rank, bits, page_size, group, block_pages):
+    pointers = {} if rank % 4 == 0 else dict(BYTES)
+    pointers["basis_ptr"] = {8: "*i8", 16: "*bf16"}.get(bits, "*u8")
+    options = score_options(128, rank, bits, group, block_pages, page_size)
+    kernel = compiled(_score_kernel, 90, num_stages=1, pointers=pointers, STAGES=1, **options)
+    assert kernel.metadata.shared <= 99 * 1024
+
+
 def test_large_pages_compile():
     """Pages of 64 tokens, where shared memory is scarcest: fp32 keys of head_dim 256."""
     attend_kernel = compiled(
-        _attend_split_kernel, 80, dtype="fp32", H=4, G=8, BLOCK_G=16, D=256, BLOCK_D=256, P=64, BLOCK_N=32, UPCAST=False
-    )
-    score_kernel = compiled(
-        _score_kernel, 80, H=4, G=8, BLOCK_G=16, D=256, BLOCK_D=256, P=64, R=4, BITS=4, PARTS=2, BLOCK_W=128,
-        BLOCK_J=16, N_SCALES=69,
+        _attend_split_kernel, 80, dtype="fp32", H=4, G=8, BLOCK_G=16, D=256, BLOCK_D=256, P=64, BLOCK_N=32,
+        UPCAST=False, **NO_CHOICE,
     )  # fmt: skip
-    for kernel in (attend_kernel, score_kernel):
+    options = {**combine_options(32, 256), **summarize_options(SummaryLayout(256, 4, 64), True)}
+    end_kernel = compiled(_end_kernel, 80, dtype="fp32", pointers=BYTES, H=4, G=8, **options)
+    for kernel in (attend_kernel, end_kernel):
         assert kernel.metadata.shared <= 163 * 1024  # a block of sm_80
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("head_dim", "rank", "bits", "group"),
+    [(64, 4, 4, 4), (128, 4, 4, 8), (128, 8, 4, 7), (128, 8, 8, 1), (256, 4, 4, 16), (256, 8, 8, 8)],
+)
+def test_the_kernel_with_layouts_chosen_by_hand_compiles(capability, head_dim, rank, bits, group):
+    kernel = compiled(
+        score_kernel, capability, H=4, G=group, BLOCK_G=max(8, triton.next_power_of_2(group)), D=head_dim, P=16, R=rank,
+        BITS=bits, BLOCK_J=64, STEP=True, HAS_REAL=True, num_warps=4, maxnreg=128 if group <= 8 else None,
+        pointers={"basis_ptr": "*i8" if bits == 8 else "*u8"},
+    )  # fmt: skip
+    assert kernel.asm["cubin"]
+    # Nothing moves between threads inside the loop: no barrier but those of the normalisers after it.
+    assert kernel.asm["ptx"].count("bar.sync") <= 16
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_select_kernels_compile(capability):
     for kernel in (
         compiled(_normalizer_kernel, capability, HG=32, BLOCK=1024),
-        compiled(_combine_kernel, capability, H=4, G=8, RULE=0, BLOCK=256),
-        compiled(_top_pages_kernel, capability, H=4, P=16, BLOCK=1024),
-    ):
+        compiled(
+            _combine_kernel, capability, H=4, G=7, BLOCK_G=8, P=16, RULE=0, BLOCK=512, GROUP=16, BLOCK_S=64,
+            STEP=True, HAS_REAL=True,
+        ),
+        compiled(_key_kernel, capability, H=4, P=16, GROUP=16, BLOCK=1024),
+        compiled(_top_pages_kernel, capability, H=4, P=16, GROUP=16, S=32, C=128, BLOCK_K=128),
+        compiled(_search_pages_kernel, capability, H=4, P=16, BLOCK=1024),
+    ):  # fmt: skip
         assert kernel.asm["cubin"]
 
 

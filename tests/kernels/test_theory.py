@@ -375,10 +375,10 @@ def test_packing_round_trip_and_byte_order(seed, bits, dim):
 
 def dequantized(summaries, layout):
     """The reading of the packed arrays, written out again: centroid ``(d,)``, ``(P, r)``, ``(r, d)`` of page 0."""
-    size, rank, dim, bits = layout.page_size, layout.rank, layout.head_dim, layout.basis_bits
+    rank, dim, bits = layout.rank, layout.head_dim, layout.basis_bits
     scales = summaries["scales"][0].double()
     centroid = summaries["centroid"][0].double() * scales[0]
-    coefficients = summaries["coefficients"][0].double() * scales[1 : 1 + size, None]
+    coefficients = summaries["coefficients"][0].double() * summaries["token_scales"][0].double()[:, None]
     stored = summaries["basis"][0]
     if bits == 16:
         return centroid, coefficients, stored.double()
@@ -391,7 +391,7 @@ def dequantized(summaries, layout):
                 width = dim * bits // 8
                 code = (int(stored[row, channel % width]) >> (bits * (channel // width))) % 2**bits - 2 ** (bits - 1)
             assert abs(code) <= 2 ** (bits - 1) - 1
-            basis[row, channel] = code * float(scales[1 + size + row])
+            basis[row, channel] = code * float(scales[1 + row])
     return centroid, coefficients, basis
 
 

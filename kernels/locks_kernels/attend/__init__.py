@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..backend import check_head_dim_and_dtype, check_page_size, check_row_counts, use_triton
+from ..backend import check_head_dim_and_dtype, check_page_size, check_row_counts, implementation
+from .cpu import attend_cpu
 from .reference import attend_reference
 
-__all__ = ["attend", "attend_reference"]
+__all__ = ["attend", "attend_cpu", "attend_reference"]
 
 
 def attend(
@@ -54,8 +55,11 @@ def attend(
     check_row_counts("lengths", lengths, batch, keys.shape[2])
     check_page_size(page_size)
     check_head_dim_and_dtype(head_dim, keys.dtype)
-    if use_triton(query.device):
+    form = implementation(query.device)
+    if form == "triton":
         from .triton import attend_triton
 
         return attend_triton(query, keys, values, pages, lengths, page_size, scaling)
+    if form == "cpu":
+        return attend_cpu(query, keys, values, pages, lengths, page_size, scaling)
     return attend_reference(query, keys, values, pages, lengths, page_size, scaling)

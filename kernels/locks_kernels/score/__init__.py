@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ..backend import check_head_dim_and_dtype, check_page_size, check_row_counts, use_triton
+from ..backend import check_head_dim_and_dtype, check_page_size, check_row_counts, implementation
 from ..layout import SummaryLayout
+from .cpu import score_cpu
 from .reference import score_reference
 
-__all__ = ["score", "score_reference"]
+__all__ = ["score", "score_cpu", "score_reference"]
 
 
 def score(
@@ -60,8 +61,11 @@ def score(
         raise ValueError(f"max_pages must be from 0 to the capacity {capacity}, got {max_pages}")
     check_row_counts("n_pages", n_pages, batch, max_pages)
     check_head_dim_and_dtype(head_dim, query.dtype)
-    if use_triton(query.device) and max_pages:
+    form = implementation(query.device)
+    if form == "triton" and max_pages:
         from .triton import score_triton
 
         return score_triton(query, summaries, n_pages, max_pages, layout, scaling)
+    if form == "cpu" and max_pages:
+        return score_cpu(query, summaries, n_pages, max_pages, layout, scaling)
     return score_reference(query, summaries, n_pages, max_pages, layout, scaling)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..backend import check_page_size, check_row_counts, use_triton
+from ..backend import check_page_size, check_row_counts, implementation
+from .cpu import combine_cpu, top_pages_cpu
 from .reference import combine_reference, top_pages_reference
 
-__all__ = ["combine", "combine_reference", "top_pages", "top_pages_reference"]
+__all__ = ["combine", "combine_cpu", "combine_reference", "top_pages", "top_pages_cpu", "top_pages_reference"]
 
 RULES = ("share", "max", "mass")
 
@@ -32,10 +33,13 @@ def combine(lse: torch.Tensor, n_pages: torch.Tensor, rule: str = "share") -> to
     if lse.ndim != 4 or lse.dtype != torch.float32:
         raise ValueError(f"lse must be float32 (B, H, G, J), got {lse.dtype} {tuple(lse.shape)}")
     check_row_counts("n_pages", n_pages, lse.shape[0], lse.shape[3])
-    if use_triton(lse.device) and lse.shape[-1]:
+    form = implementation(lse.device)
+    if form == "triton" and lse.shape[-1]:
         from .triton import combine_triton
 
         return combine_triton(lse, n_pages, rule)
+    if form == "cpu" and lse.shape[-1]:
+        return combine_cpu(lse, n_pages, rule)
     return combine_reference(lse, n_pages, rule)
 
 
@@ -64,8 +68,11 @@ def top_pages(value: torch.Tensor, lengths: torch.Tensor, page_size: int, slots:
     check_page_size(page_size)
     # One page more than there are values may be incomplete.
     check_row_counts("lengths", lengths, value.shape[0], (value.shape[2] + 1) * page_size - 1)
-    if use_triton(value.device):
+    form = implementation(value.device)
+    if form == "triton":
         from .triton import top_pages_triton
 
         return top_pages_triton(value, lengths, page_size, slots)
+    if form == "cpu":
+        return top_pages_cpu(value, lengths, page_size, slots)
     return top_pages_reference(value, lengths, page_size, slots)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ..backend import check_head_dim_and_dtype, check_page_size, use_triton
+from ..backend import check_head_dim_and_dtype, check_page_size, implementation
 from ..layout import SummaryLayout
+from .cpu import summarize_cpu
 from .reference import summarize_reference
 
-__all__ = ["summarize", "summarize_reference"]
+__all__ = ["summarize", "summarize_cpu", "summarize_reference"]
 
 
 def summarize(keys: torch.Tensor, layout: SummaryLayout, refit: bool = True) -> dict[str, torch.Tensor]:
@@ -38,8 +39,11 @@ def summarize(keys: torch.Tensor, layout: SummaryLayout, refit: bool = True) -> 
         )
     if keys.shape[0] == 0:
         return layout.empty(0, keys.device)
-    if use_triton(keys.device):
+    form = implementation(keys.device)
+    if form == "triton":
         from .triton import summarize_triton
 
         return summarize_triton(keys, layout, refit)
+    if form == "cpu":
+        return summarize_cpu(keys, layout, refit)
     return summarize_reference(keys, layout, refit)

@@ -118,5 +118,6 @@ def summarize_reference(keys: torch.Tensor, layout: SummaryLayout, refit: bool) 
         "basis": stored_basis,
         "coefficients": coefficient_codes.to(torch.int8),
         "centroid": centroid_codes.to(torch.int8),
-        "scales": torch.cat([centroid_scale, token_scale.squeeze(-1), column_scale], dim=-1),
+        "token_scales": token_scale.squeeze(-1),
+        "scales": torch.cat([centroid_scale, column_scale], dim=-1),
     }

@@ -15,10 +15,6 @@ import triton.language as tl
 from ..layout import SummaryLayout
 from .reference import RANK_TOLERANCE, REFIT_RIDGE
 
-# 2**7 = 128th power of the Gram matrix, 256th of the singular value ratio: directions it fails to separate have
-# singular values within 1 % of each other, and either serves.
-SQUARINGS = 7
-
 
 @triton.jit
 def _round(x):
@@ -42,14 +38,22 @@ def _quantize(values, axis: tl.constexpr, top: tl.constexpr):
 
 
 @triton.jit
-def _summarize_kernel(
-    keys_ptr,
+def packed_channels(D: tl.constexpr, PARTS: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Channels in the order of the packed basis, PARTS runs of D / PARTS each padded to BLOCK_W, and which exist."""
+    WIDTH: tl.constexpr = D // PARTS
+    lane = tl.arange(0, PARTS * BLOCK_W)
+    return (lane // BLOCK_W) * WIDTH + lane % BLOCK_W, lane % BLOCK_W < WIDTH
+
+
+@triton.jit
+def summarize_page(
+    b_key,
+    page,
     basis_ptr,
     coefficients_ptr,
     centroid_ptr,
+    token_scales_ptr,
     scales_ptr,
-    stride_page,
-    stride_token,
     rank_tolerance,
     ridge_factor,
     D: tl.constexpr,
@@ -60,22 +64,17 @@ def _summarize_kernel(
     R: tl.constexpr,
     BITS: tl.constexpr,
     REFIT: tl.constexpr,
-    SQUARINGS: tl.constexpr,
     N_SCALES: tl.constexpr,
 ):
-    page = tl.program_id(0).to(tl.int64)
+    """Summarise float32 keys ``[BLOCK_P, channels in packed order]``, zero where there is none, as page ``page``."""
+    PRECISION: tl.constexpr = "tf32x3"  # on the tensor cores, and as good as float32
     token = tl.arange(0, BLOCK_P)
-    # Channels in the order of the packed basis: PARTS runs of WIDTH channels, each padded to BLOCK_W.
     WIDTH: tl.constexpr = D // PARTS
     BLOCK_D: tl.constexpr = PARTS * BLOCK_W
     lane = tl.arange(0, BLOCK_D)
-    channel = (lane // BLOCK_W) * WIDTH + lane % BLOCK_W
-    m_channel = lane % BLOCK_W < WIDTH
+    channel, m_channel = packed_channels(D, PARTS, BLOCK_W)
     # Basis columns share the block size of tokens: r < P, and tl.dot wants at least 16.
     column = tl.arange(0, BLOCK_P)
-    m_key = (token < P)[:, None] & m_channel[None, :]
-    p_key = keys_ptr + page * stride_page + token[:, None] * stride_token + channel[None, :]
-    b_key = tl.load(p_key, mask=m_key, other=0.0).to(tl.float32)
 
     # A page with a NaN or an infinity is summarised as zeros with a NaN centroid scale, so that its score is NaN.
     broken = tl.sum(tl.sum((tl.abs(b_key) < float("inf")).to(tl.int32), axis=1), axis=0) < BLOCK_P * BLOCK_D
@@ -97,14 +96,18 @@ def _summarize_kernel(
     b_basis = tl.zeros((BLOCK_P, BLOCK_D), dtype=tl.float32)  # dequantised columns
     b_coefficient = tl.zeros((BLOCK_P, BLOCK_P), dtype=tl.float32)  # [token, column]
     for i_column in range(R):
-        b_power = tl.dot(b_left, tl.trans(b_left), input_precision="ieee")
+        b_power = tl.dot(b_left, tl.trans(b_left), input_precision=PRECISION)
         trace = tl.sum(tl.sum(tl.where(diagonal, b_power, 0.0), axis=1), axis=0)
         alive = trace > rank_tolerance * rank_tolerance * first_trace
         b_power = b_power / tl.where(alive, trace, 1.0)
-        for _ in range(SQUARINGS):
-            b_power = tl.dot(b_power, b_power, input_precision="ieee")
+        # The 128th power, the 256th of the singular value ratio: directions that it fails to separate have singular
+        # values within 1 % of each other, and either serves. Three squarings shrink the trace to P**-7 at the least.
+        for _ in range(2):
+            for _ in range(3):
+                b_power = tl.dot(b_power, b_power, input_precision=PRECISION)
             trace = tl.sum(tl.sum(tl.where(diagonal, b_power, 0.0), axis=1), axis=0)
             b_power = b_power / tl.where(trace > 0, trace, 1.0)
+        b_power = tl.dot(b_power, b_power, input_precision=PRECISION)
         strongest = tl.argmax(tl.sum(tl.where(diagonal, b_power, 0.0), axis=1), axis=0)
         b_direction = tl.sum(tl.where(token[None, :] == strongest, b_power, 0.0), axis=1)  # over tokens
         b_column = tl.sum(b_direction[:, None] * b_left, axis=0)
@@ -121,7 +124,7 @@ def _summarize_kernel(
             b_used = b_stored.to(tl.float32)
         else:
             codes, scale = _quantize(b_column, 0, (1 << (BITS - 1)) - 1)
-            tl.store(p_scale + 1 + P + i_column, scale.to(tl.bfloat16))
+            tl.store(p_scale + 1 + i_column, scale.to(tl.bfloat16))
             b_used = codes * scale
             if BITS == 8:
                 tl.store(basis_ptr + (page * R + i_column) * D + channel, codes.to(tl.int8), mask=m_channel)
@@ -135,8 +138,8 @@ def _summarize_kernel(
 
     if REFIT:
         b_residual = tl.where((token < P)[:, None], b_key - (mean_codes * mean_scale)[None, :], 0.0)
-        b_gram = tl.dot(b_basis, tl.trans(b_basis), input_precision="ieee")
-        b_right = tl.dot(b_basis, tl.trans(b_residual), input_precision="ieee")  # [column, token]
+        b_gram = tl.dot(b_basis, tl.trans(b_basis), input_precision=PRECISION)
+        b_right = tl.dot(b_basis, tl.trans(b_residual), input_precision=PRECISION)  # [column, token]
         b_diagonal = tl.sum(tl.where(diagonal, b_gram, 0.0), axis=1)
         ridge = ridge_factor * tl.max(b_diagonal, axis=0)
         b_ridge = tl.where(b_diagonal > 0, ridge, 1.0)
@@ -153,15 +156,80 @@ def _summarize_kernel(
         b_coefficient = tl.where(column[None, :] < R, tl.trans(b_right), 0.0)
 
     codes, scale = _quantize(b_coefficient, 1, 127)
-    tl.store(p_scale + 1 + token, scale.to(tl.bfloat16), mask=token < P)
+    tl.store(token_scales_ptr + page * P + token, scale.to(tl.bfloat16), mask=token < P)
     p_coefficient = coefficients_ptr + (page * P + token[:, None]) * R + column[None, :]
     tl.store(p_coefficient, codes.to(tl.int8), mask=(token < P)[:, None] & (column < R)[None, :])
+
+
+@triton.jit
+def _summarize_kernel(
+    keys_ptr,
+    basis_ptr,
+    coefficients_ptr,
+    centroid_ptr,
+    token_scales_ptr,
+    scales_ptr,
+    stride_page,
+    stride_token,
+    rank_tolerance,
+    ridge_factor,
+    D: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    R: tl.constexpr,
+    BITS: tl.constexpr,
+    REFIT: tl.constexpr,
+    N_SCALES: tl.constexpr,
+):
+    page = tl.program_id(0).to(tl.int64)
+    token = tl.arange(0, BLOCK_P)
+    channel, m_channel = packed_channels(D, PARTS, BLOCK_W)
+    p_key = keys_ptr + page * stride_page + token[:, None] * stride_token + channel[None, :]
+    b_key = tl.load(p_key, mask=(token < P)[:, None] & m_channel[None, :], other=0.0).to(tl.float32)
+    summarize_page(
+        b_key,
+        page,
+        basis_ptr,
+        coefficients_ptr,
+        centroid_ptr,
+        token_scales_ptr,
+        scales_ptr,
+        rank_tolerance,
+        ridge_factor,
+        D,
+        PARTS,
+        BLOCK_W,
+        P,
+        BLOCK_P,
+        R,
+        BITS,
+        REFIT,
+        N_SCALES,
+    )
 
 
 def summarize_warps(head_dim: int, page_size: int) -> int:
     """Warps a page: about 64 of a page's entries a thread, more would spill registers."""
     entries = triton.next_power_of_2(head_dim) * max(16, page_size)
     return min(8, max(1, entries // (32 * 64)))
+
+
+def summarize_options(layout: SummaryLayout, refit: bool) -> dict:
+    """Compile-time arguments of :func:`summarize_page`."""
+    return {
+        "D": layout.head_dim,
+        "PARTS": layout.codes_per_byte,
+        "BLOCK_W": max(16 // layout.codes_per_byte, triton.next_power_of_2(layout.basis_width)),
+        "P": layout.page_size,
+        "BLOCK_P": max(16, layout.page_size),
+        "R": layout.rank,
+        "BITS": layout.basis_bits,
+        "REFIT": refit,
+        "N_SCALES": layout.n_scales,
+        "num_warps": summarize_warps(layout.head_dim, layout.page_size),
+    }
 
 
 def summarize_triton(keys: torch.Tensor, layout: SummaryLayout, refit: bool) -> dict[str, torch.Tensor]:
@@ -175,21 +243,12 @@ def summarize_triton(keys: torch.Tensor, layout: SummaryLayout, refit: bool) -> 
         out["basis"],
         out["coefficients"],
         out["centroid"],
+        out["token_scales"],
         out["scales"],
         keys.stride(0),
         keys.stride(1),
         RANK_TOLERANCE,
         REFIT_RIDGE,
-        D=layout.head_dim,
-        PARTS=layout.codes_per_byte,
-        BLOCK_W=max(16 // layout.codes_per_byte, triton.next_power_of_2(layout.basis_width)),
-        P=layout.page_size,
-        BLOCK_P=max(16, layout.page_size),
-        R=layout.rank,
-        BITS=layout.basis_bits,
-        REFIT=refit,
-        SQUARINGS=SQUARINGS,
-        N_SCALES=layout.n_scales,
-        num_warps=summarize_warps(layout.head_dim, layout.page_size),
+        **summarize_options(layout, refit),
     )
     return out
