@@ -62,7 +62,7 @@ def locks_mask(
     if attention_mask is not None:
         check_mask_rows(attention_mask, batch_size)
     if q_length == 1 and kv_length == 1 and (isinstance(q_offset, torch.Tensor) or q_offset > 0):
-        return _new_token_mask(attention_mask, q_offset)
+        return new_token_mask(attention_mask, q_offset)
     if isinstance(q_offset, torch.Tensor) and q_length > 1 and not torch.compiler.is_compiling():
         q_offset = int(q_offset)  # tokens that continue a cache on a GPU: the host takes part in those
     # A caller that rules the skip out goes on to combine the mask with another one.
@@ -89,7 +89,7 @@ def locks_mask(
     return torch.ones((batch_size, kv_length), dtype=torch.bool, device=kwargs.get("device"))
 
 
-def _new_token_mask(attention_mask: torch.Tensor | None, position: int | torch.Tensor) -> torch.Tensor | None:
+def new_token_mask(attention_mask: torch.Tensor | None, position: int | torch.Tensor) -> torch.Tensor | None:
     """Which rows' token at ``position`` is real, bool ``(B, 1, 1, 1)``, or ``None``: all.
 
     Raises:
@@ -219,12 +219,14 @@ class _ForwardOnly(torch.autograd.Function):
 def _refuse_unsupported(attention_mask: torch.Tensor | None, dropout: float, sliding_window: int | None) -> None:
     if sliding_window is not None:
         raise ValueError(f"a sliding-window layer ({sliding_window} tokens): {_NEEDS_CONFIG}")
-    marks_new_token = attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1:] == (1, 1, 1)
+    marks_new_token = (
+        attention_mask is not None and attention_mask.shape[1:] == (1, 1, 1) and attention_mask.dtype == torch.bool
+    )
     if attention_mask is not None and attention_mask.ndim != 2 and not marks_new_token:
         raise ValueError(
-            f"LocksCache takes a 2-D padding mask, got a mask of shape {tuple(attention_mask.shape)}: custom attention "
-            "patterns cannot be combined with page selection. If the model has local or chunked attention layers, pass "
-            "config=model.config to LocksCache"
+            f"LocksCache takes a 2-D padding mask, got {attention_mask.dtype} of shape {tuple(attention_mask.shape)}: "
+            "custom attention patterns cannot be combined with page selection. If the model has local or chunked "
+            "attention layers, pass config=model.config to LocksCache"
         )
     if dropout:
         raise ValueError(f"LocksCache is for inference, got dropout {dropout}: call model.eval()")
@@ -265,7 +267,7 @@ def _device_step(
     else:
         real = layer.padding_of(mask, 1)
         real = None if real is None else real[:, 0].to(query.device)
-    step = layer.take_step()
+    step = layer.take_step(real)
     if step is None:
         return None
     config = layer.config

@@ -30,6 +30,11 @@ _SUMMARIZE_CHUNK = 1 << 16
 # In assisted generation an append of at most this many tokens that follows a rollback is the check of drafted tokens.
 _MAX_DRAFT = 64
 
+# More tokens than any buffer holds: the next step that the host takes part in asks the device.
+_UNKNOWN = 1 << 62
+# Decode steps on the device after which the books are brought up to date, lest notes on padding pile up.
+_MOST_NOTED = 1024
+
 # Layers of other kinds that keep what Transformers gives them. DummyLayer exists in later versions only.
 _KEPT_LAYERS = tuple(
     getattr(cache_utils, name)
@@ -83,12 +88,19 @@ class LocksLayer(CacheLayerMixin):
         self._started = False
         self._positions = 0  # seen in passes that the host took part in: the same for all layers
         self._room = 0  # at least as many tokens as the longest row holds
+        self._prepared = False  # room was made for the next decode step
+        self._forget_steps()
         self._staged: tuple[torch.Tensor, torch.Tensor] | None = None
         self._returned: torch.Tensor | None = None
         self._drafting = False
         self._prompt_expected = False
         self._last_append = 0
         self._rolled_back = False
+
+    def _forget_steps(self) -> None:
+        """Begin to note decode steps that are not in the ledger yet: how many, and who had padding in which."""
+        self._steps = 0
+        self._step_padding: dict[int, torch.Tensor] = {}
 
     # What the attention function and diagnostics read
 
@@ -128,13 +140,27 @@ class LocksLayer(CacheLayerMixin):
             self._rows  # noqa: B018  for its effect
 
     def _count_steps(self, steps: int, lengths: list[int]) -> None:
-        """Take ``steps`` decode steps into the books, after which the rows hold ``lengths`` tokens."""
-        config, before = self.config, self._ledger.lengths
+        """Take ``steps`` decode steps into the books, after which the rows hold ``lengths`` tokens.
+
+        Raises:
+            ValueError: If steps of a compiled model ran past the end of the buffers.
+        """
+        config, before, capacity = self.config, self._ledger.lengths, self._key_buffer.shape[2]
+        if max(lengths) > capacity:
+            raise ValueError(
+                f"the cache was full: a compiled model decoded up to {max(lengths)} tokens in room for {capacity}, and "
+                "what it gave past them is NaN. Call cache.make_room(tokens) before its steps, and start again with a "
+                "new cache"
+            )
         added = torch.tensor(lengths) - torch.tensor(before)
-        # Which steps of a row were padding matters only if some were: they are taken to be the first.
         real = None
         if bool((added < steps).any()):
-            real = torch.arange(steps) >= (steps - added)[:, None]
+            if steps == self._steps:
+                real = torch.ones((len(lengths), steps), dtype=torch.bool)
+                for step, mask in self._step_padding.items():
+                    real[:, step] = mask.cpu()
+            else:  # compiled steps leave no note of which were padding: they are taken to be the first
+                real = torch.arange(steps) >= (steps - added)[:, None]
         for step in range(steps):
             now = [
                 length + (step + 1 if real is None else int(real[row, : step + 1].sum()))
@@ -147,6 +173,7 @@ class LocksLayer(CacheLayerMixin):
             else:
                 self.counters.add_dense(now, self.n_kv_heads)
         self._ledger.append(steps, real)
+        self._forget_steps()
         self._summarized = [length // config.page_size for length in self._ledger.lengths]
         self._room = max(self._ledger.lengths)
 
@@ -173,7 +200,7 @@ class LocksLayer(CacheLayerMixin):
     @property
     def steps_on_device(self) -> bool:
         """Whether the next single token can be a decode step that the host takes no part in."""
-        return self._started and not self._drafting and isinstance(self.selector, LocksSelector)
+        return self._started and not self._drafting and _decodes_on_device(self.selector)
 
     @property
     def n_kv_heads(self) -> int:
@@ -275,21 +302,53 @@ class LocksLayer(CacheLayerMixin):
     def _is_device_step(self, key_states: torch.Tensor) -> bool:
         return key_states.shape[2] == 1 and self.steps_on_device
 
-    def take_step(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The one staged token a row, keys and values ``(B, H, 1, d)``, if it makes a decode step without the host."""
+    def take_step(self, real: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The one staged token a row, keys and values ``(B, H, 1, d)``, if it makes a decode step without the host.
+
+        Args:
+            real: bool ``(B,)``, false where the row's token is padding, or ``None``: all real.
+        """
         key, value = self._staged
         if not self._is_device_step(key):
             return None
-        if not torch.compiler.is_compiling():  # there the pass is one piece, and room was made before it
-            self.make_room(1)
-            self._leave_inference_mode()
-            self._positions += 1
+        if not torch.compiler.is_compiling():
+            self.prepare_step()
+            self.count_step(real)
+        elif not self._prepared:
+            self._room = _UNKNOWN  # no host was there to make room
+        self._prepared = False
         self.discard_staged()
         return key, value
 
-    def count_replayed_step(self) -> None:
-        """Count a step that ran without the host, as :meth:`take_step` does others."""
+    def prepare_step(self) -> bool:
+        """Do once before a decode step what needs the host.
+
+        Returns:
+            Whether the buffers moved.
+
+        Raises:
+            ValueError: If the step does not fit ``max_cache_len``.
+        """
+        if self._prepared:
+            return False
+        if self._steps >= _MOST_NOTED:
+            self.settle()
+        moved = self._leave_inference_mode()
+        moved = self.make_room(1) or moved
+        self._prepared = True
+        return moved
+
+    def count_step(self, real: torch.Tensor | None) -> None:
+        """Note a decode step on the device; ``real`` as in :meth:`take_step`."""
+        self._steps += 1
         self._positions += 1
+        self._prepared = False
+        if real is not None and not _capturing(self.device):
+            self.note_padding(real)
+
+    def note_padding(self, real: torch.Tensor) -> None:
+        """Note which rows' tokens were real in the last decode step, bool ``(B,)``."""
+        self._step_padding[self._steps - 1] = real
 
     def make_room(self, tokens: int) -> bool:
         """Grow, if it has to be, for so many more tokens a row; asks the device only when room may be short.
@@ -300,13 +359,14 @@ class LocksLayer(CacheLayerMixin):
         Raises:
             ValueError: If they do not fit ``max_cache_len``.
         """
-        self._room += tokens
         limit = self.config.max_cache_len or self._key_buffer.shape[2]
-        if self._room > min(limit, self._key_buffer.shape[2]):
-            self._room, before = self.max_length + tokens, self._key_buffer
-            self._reserve(self._room)
-            return self._key_buffer is not before
-        return False
+        if self._room + tokens <= min(limit, self._key_buffer.shape[2]):
+            self._room += tokens
+            return False
+        self._room, before = self.max_length, self._key_buffer
+        self._reserve(self._room + tokens)
+        self._room += tokens
+        return self._key_buffer is not before
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Logical length: every position seen, padding included.
@@ -471,14 +531,17 @@ class LocksLayer(CacheLayerMixin):
         self._value_buffer = _grown(self._value_buffer, pages * page_size)
         self.summaries = {name: _grown(array, pages) for name, array in self.summaries.items()}
 
-    def _leave_inference_mode(self) -> None:
-        """Copy what was made under ``torch.inference_mode``: it cannot be written to outside."""
-        if self._key_buffer.is_inference() and not torch.is_inference_mode_enabled():
+    def _leave_inference_mode(self) -> bool:
+        """Copy what was made under ``torch.inference_mode``, which cannot be written to outside; whether it had to."""
+        if torch.is_inference_mode_enabled() or not (self._key_buffer.is_inference() or self._counts.is_inference()):
+            return False
+        if self._key_buffer.is_inference():
             self._key_buffer = _in_place(self._key_buffer.clone())
             self._value_buffer = _in_place(self._value_buffer.clone())
             self.summaries = {name: _in_place(array.clone()) for name, array in self.summaries.items()}
-        if self._counts.is_inference() and not torch.is_inference_mode_enabled():
+        if self._counts.is_inference():
             self._counts = _in_place(self._counts.clone())
+        return True
 
     def _summarize_complete_pages(self) -> None:
         page_size = self.config.page_size
@@ -547,6 +610,8 @@ class LocksLayer(CacheLayerMixin):
         else:
             self._counts = _in_place(counts.to(self.device))
         self._room = max(self._ledger.lengths, default=0)
+        self._prepared = False
+        self._forget_steps()
 
     def _take_rows(self, rows: torch.Tensor) -> None:
         if not self.is_initialized:
@@ -612,6 +677,15 @@ class LocksLayer(CacheLayerMixin):
             "kv_bytes": sum(self._ledger.lengths) * per_token,
             "kv_bytes_allocated": self._key_buffer.nbytes + self._value_buffer.nbytes,
         }
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _decodes_on_device(selector: PageSelector) -> bool:
+    """Whether decode steps need nothing from the host: not with selectors of a user's own, derived ones included."""
+    return type(selector) is LocksSelector
 
 
 def _capacity_for(tokens: int) -> int:
@@ -723,7 +797,7 @@ class LocksCache(Cache):
     def is_compileable(self) -> bool:
         """Whether ``generate`` may compile decode steps: they take part in nothing that the host must know."""
         others = (layer for layer in self.layers if not isinstance(layer, LocksLayer))
-        steps = isinstance(self.selector, LocksSelector) and not self._drafting
+        steps = _decodes_on_device(self.selector) and not self._drafting
         return steps and all(layer.is_compileable for layer in others)
 
     @property
@@ -732,25 +806,50 @@ class LocksCache(Cache):
         return self.is_compileable and bool(self.locks_layers) and all(x.steps_on_device for x in self.locks_layers)
 
     def addresses(self) -> tuple[int, ...]:
-        """Where decode steps read and write; recorded steps are good for these only."""
+        """Where decode steps read and write, and how much room there is; recorded steps are good for these only."""
         return tuple(
-            array.data_ptr()
+            number
             for layer in self.locks_layers
-            for array in (layer.key_buffer, layer.value_buffer, layer.counts, *layer.summaries.values())
+            for number in (
+                layer.key_buffer.shape[2],
+                *(x.data_ptr() for x in (layer.key_buffer, layer.value_buffer, layer.counts)),
+                *(x.data_ptr() for x in layer.summaries.values()),
+            )
         )
 
-    def begin_step(self) -> bool:
-        """Do what the host does in a decode step that is replayed; ``False`` if the buffers had to move for it.
+    def prepare_step(self) -> bool:
+        """Do once before a decode step what needs the host.
+
+        Returns:
+            Whether buffers moved.
 
         Raises:
             ValueError: If the step does not fit ``max_cache_len``.
         """
-        layers = self.locks_layers
-        if any([layer.make_room(1) for layer in layers]):  # a list: all of them, not up to the first that moves
-            return False
-        for layer in layers:
-            layer.count_replayed_step()
-        return True
+        return any([layer.prepare_step() for layer in self.locks_layers])  # a list: all of them, not up to the first
+
+    def count_step(self, real: torch.Tensor | None) -> None:
+        """Note a decode step that is replayed; ``real`` bool ``(B,)``, false at padding, or ``None``: all real."""
+        for layer in self.locks_layers:
+            layer.count_step(real)
+
+    def note_padding(self, real: torch.Tensor) -> None:
+        """As :meth:`LocksLayer.note_padding`."""
+        for layer in self.locks_layers:
+            layer.note_padding(real)
+
+    def make_room(self, tokens: int) -> None:
+        """Grow for so many more tokens a row; for models that are compiled by hand, whose steps cannot.
+
+        Raises:
+            ValueError: If they do not fit ``max_cache_len``, or the cache is empty.
+        """
+        if tokens < 0:
+            raise ValueError(f"tokens must not be negative, got {tokens}")
+        if not any(layer.steps_on_device for layer in self.locks_layers):
+            raise ValueError("make_room is for a cache that has seen its prompt: call it before the decode steps")
+        for layer in self.locks_layers:
+            layer.make_room(tokens)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As in :class:`transformers.Cache`. Asked before each forward pass, it is where room for a step is made.
@@ -761,7 +860,7 @@ class LocksCache(Cache):
         if query_length == 1 and not torch.compiler.is_compiling():
             for layer in self.locks_layers:
                 if layer.steps_on_device:
-                    layer.make_room(1)
+                    layer.prepare_step()
         return super().get_mask_sizes(query_length, layer_idx)
 
     @property

@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from .attention import new_token_mask
 from .cache import LocksCache
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -33,11 +34,15 @@ class _Step:
         cache: Its cache.
         tensors: Arguments that differ from step to step.
         others: Those that do not.
+        real: bool ``(B,)``, false where a row's token is padding, or ``None``: no mask.
+        training: Whether the model is in training mode.
     """
 
     cache: LocksCache
     tensors: dict[Path, torch.Tensor]
     others: dict[Path, object]
+    real: torch.Tensor | None
+    training: bool
 
     def key(self) -> tuple:
         """What a recording depends on besides the content of tensors."""
@@ -45,14 +50,49 @@ class _Step:
         plain = tuple((path, x) for path, x in sorted(self.others.items()) if isinstance(x, _PLAIN))
         device = next(iter(self.tensors.values())).device
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        return shapes, plain, autocast, self.cache.locks_config, self.cache.addresses()
+        modes = (autocast, torch.is_inference_mode_enabled(), self.training)
+        return shapes, plain, modes, self.cache.locks_config, self.cache.addresses()
 
 
 @dataclass
 class _Recording:
+    """A recorded step. It does not hold the cache, whose end is also its own.
+
+    Attributes:
+        replay: Launches it.
+        inputs: The tensors that it reads.
+        kind: The type of output.
+        fields: The tensors that it writes, by their names in the output.
+        cache_field: The name of the cache in the output, if it has one.
+    """
+
     replay: Callable[[], None]
     inputs: dict[Path, torch.Tensor]
-    output: ModelOutput
+    kind: type[ModelOutput]
+    fields: dict[str, torch.Tensor | None]
+    cache_field: str | None
+
+    def output(self, cache: LocksCache) -> ModelOutput:
+        """A copy of what the last launch gave."""
+        fields = {name: x if x is None else x.clone() for name, x in self.fields.items()}
+        return self.kind(**fields, **({} if self.cache_field is None else {self.cache_field: cache}))
+
+
+class _Forward:
+    """Takes the place of a model's ``forward``, and of no other's."""
+
+    def __init__(self, call: Callable, forward: Callable):
+        self._call = call
+        functools.update_wrapper(self, forward)
+
+    def __call__(self, *args, **kwargs) -> ModelOutput:
+        return self._call(args, kwargs)
+
+    def __deepcopy__(self, memo: dict):
+        raise ValueError("a model whose decode steps are recorded cannot be copied: undo patch(cuda_graphs=True) first")
+
+    def __reduce__(self):
+        raise ValueError("a model whose decode steps are recorded cannot be saved: undo patch(cuda_graphs=True) first")
 
 
 class StepGraphs:
@@ -65,19 +105,14 @@ class StepGraphs:
     def __init__(self, model: PreTrainedModel):
         self._model = weakref.ref(model)
         self._before = {name: model.__dict__.get(name) for name in ("forward", "get_compiled_call")}
-        self._forward = forward = model.forward
-        self._signature = inspect.signature(forward)
+        self._forward = model.forward
+        self._compiled_call = model.get_compiled_call
+        self._signature = inspect.signature(self._forward)
         self._warned = False
-        self._seen: weakref.WeakKeyDictionary[LocksCache, set] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[LocksCache, tuple] = weakref.WeakKeyDictionary()
         self._recorded: weakref.WeakKeyDictionary[LocksCache, dict] = weakref.WeakKeyDictionary()
-
-        @functools.wraps(forward)
-        def graphed(*args, **kwargs):
-            return self._call(args, kwargs)
-
-        model.forward = graphed
-        # Transformers compiles decode steps on caches that allow it; recorded ones need no compiler.
-        model.get_compiled_call = lambda compile_config: model.__call__
+        model.forward = _Forward(self._call, self._forward)
+        model.get_compiled_call = self._get_compiled_call
 
     def remove(self) -> None:
         """Give the model its own methods back and free what was recorded."""
@@ -90,6 +125,16 @@ class StepGraphs:
         self._seen.clear()
         self._recorded.clear()
 
+    def _get_compiled_call(self, compile_config) -> Callable:
+        """Transformers compiles decode steps on caches that allow it; recorded ones need no compiler."""
+
+        def call(*args, **kwargs):
+            ours = any(isinstance(x, LocksCache) for x in (*args, *kwargs.values()))
+            model = self._model()
+            return (model.__call__ if ours else self._compiled_call(compile_config))(*args, **kwargs)
+
+        return call
+
     def _call(self, args: tuple, kwargs: dict) -> ModelOutput:
         step = self._as_step(args, kwargs)
         if step is None:
@@ -97,23 +142,25 @@ class StepGraphs:
         key = step.key()
         recordings = self._recorded.setdefault(step.cache, {})
         recording = recordings.get(key)
+        if recording is None and self._seen.get(step.cache) != key:
+            output = self._forward(*args, **kwargs)
+            if self._recordable(output):
+                self._seen[step.cache] = key
+            return output
+        if step.cache.prepare_step():  # buffers moved
+            return self._forward(*args, **kwargs)
         if recording is None:
-            seen = self._seen.setdefault(step.cache, set())
-            if key not in seen:
-                seen.add(key)
-                return self._forward(*args, **kwargs)
             # Recordings of smaller buffers are of no use any more.
             recordings.clear()
             recording = recordings[key] = self._record(step)
+            if step.real is not None:
+                step.cache.note_padding(step.real)
         else:
-            if not step.cache.begin_step():
-                return self._forward(*args, **kwargs)
             for path, tensor in step.tensors.items():
                 recording.inputs[path].copy_(tensor)
+            step.cache.count_step(step.real)
         recording.replay()
-        return type(recording.output)(
-            **{name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in recording.output.items()}
-        )
+        return recording.output(step.cache)
 
     def _as_step(self, args: tuple, kwargs: dict) -> _Step | None:
         """The call as a decode step, or ``None`` if it is another one."""
@@ -127,20 +174,37 @@ class StepGraphs:
         ids = arguments.get("input_ids")
         if cache is None or ids is None or ids.shape[1] != 1 or not (capturable(ids.device) and cache.steps_on_device):
             return None
+        kind = ids.device.type
+        if torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled():
+            return self._unrecorded(
+                "autocast keeps copies of weights that recordings would outlive, pass cache_enabled=False to it"
+            )
         flat = _flat(arguments)
         tensors = {path: x for path, x in flat.items() if isinstance(x, torch.Tensor)}
         others = {path: x for path, x in flat.items() if path not in tensors}
         for path, x in others.items():
             if not (isinstance(x, _PLAIN) or x is cache):
                 return self._unrecorded(f"{'.'.join(path)} is a {type(x).__name__}")
+        real = None
         for path, mask in list(tensors.items()):
             if path[0] != "attention_mask":
                 continue
-            if mask.ndim == 2:
-                tensors[path] = mask[:, -1:]  # of the past the cache knows better
-            elif mask.shape[1:] != (1, 1, 1):  # what generate makes of it beforehand
-                return self._unrecorded(f"{'.'.join(path)} has shape {tuple(mask.shape)}")
-        return _Step(cache, tensors, others)
+            if mask.ndim == 2:  # of the past the cache knows better
+                tensors[path] = mask = new_token_mask(mask, cache.get_seq_length())
+            elif mask.shape[1:] != (1, 1, 1) or mask.dtype != torch.bool:  # what generate makes of it beforehand
+                return self._unrecorded(f"{'.'.join(path)} is {mask.dtype} {tuple(mask.shape)}")
+            real = mask[:, 0, 0, 0]
+        return _Step(cache, tensors, others, real, self._model().training)
+
+    def _recordable(self, output: ModelOutput | tuple) -> bool:
+        """Whether an output can be given by recorded steps."""
+        if not isinstance(output, ModelOutput):
+            self._unrecorded(f"it gives a {type(output).__name__}, call it with return_dict=True")
+            return False
+        more = [name for name, x in output.items() if not isinstance(x, (torch.Tensor, LocksCache, type(None)))]
+        if more:
+            self._unrecorded(f"it gives {', '.join(more)}, do not ask for them")
+        return not more
 
     def _unrecorded(self, reason: str) -> None:
         """Say once why decode steps are as slow as without recording."""
@@ -153,7 +217,7 @@ class StepGraphs:
         """Record a step and do on the host what belongs to it; it is to be replayed at once.
 
         Raises:
-            ValueError: If the model does something that cannot be recorded, or gives more than tensors.
+            ValueError: If the model does something that cannot be recorded.
         """
         inputs = {path: x.clone() for path, x in step.tensors.items()}
         arguments = _nested({**inputs, **step.others})
@@ -165,10 +229,9 @@ class StepGraphs:
                 f"the decode step of {name} cannot be recorded in a CUDA graph ({str(error).splitlines()[0]}): patch "
                 "the model without cuda_graphs=True, and start again with a new cache"
             ) from error
-        more = [key for key, x in output.items() if not isinstance(x, (torch.Tensor, LocksCache, type(None)))]
-        if more:
-            raise ValueError(f"{name} gives {more}, which recorded decode steps cannot: do not ask for them")
-        return _Recording(replay, inputs, output)
+        fields = {name: x for name, x in output.items() if not isinstance(x, LocksCache)}
+        cache_field = next((name for name, x in output.items() if isinstance(x, LocksCache)), None)
+        return _Recording(replay, inputs, type(output), fields, cache_field)
 
 
 def _flat(arguments: dict[str, object]) -> dict[Path, object]:

@@ -450,7 +450,7 @@ def test_features_that_sdpa_would_drop_are_refused(name, feature, with_cache):
 def test_a_custom_mask_is_refused_with_a_locks_cache(llama):
     mask = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()
     mask[..., 15:, :5] = False
-    with pytest.raises(ValueError, match=r"2-D padding mask, got a mask of shape \(1, 1, 20, 20\)"):
+    with pytest.raises(ValueError, match=r"2-D padding mask, got torch.bool of shape \(1, 1, 20, 20\)"):
         llama(random_tokens(1, 20), attention_mask=mask, past_key_values=small_cache())
 
 
@@ -676,3 +676,15 @@ def test_a_misused_cache_does_not_stay_in_memory():
     del cache
     gc.collect()
     assert layer() is None
+
+
+def test_an_additive_mask_of_one_token_is_refused(llama):
+    cache = small_cache()
+    with torch.no_grad():
+        for _ in range(2):  # on the first token and on a later one
+            with pytest.raises(
+                ValueError, match=r"takes a 2-D padding mask, got torch.float32 of shape \(1, 1, 1, 1\)"
+            ):
+                llama(random_tokens(1, 1), past_key_values=cache, attention_mask=torch.zeros(1, 1, 1, 1))
+            cache.reset()
+            llama(random_tokens(1, 20), past_key_values=cache)

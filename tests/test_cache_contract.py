@@ -454,6 +454,30 @@ def test_crop_into_padding(llama, removed):
         close(logits[row], expected[0, -16:])
 
 
+def test_crop_after_steps_that_were_padding_for_a_row(llama, dense_llama):
+    """The host learns of steps late, and must know then which of them were padding."""
+    ids, mask = random_tokens(2, 10), torch.ones(2, 10, dtype=torch.long)
+
+    @torch.no_grad()
+    def run(model, cache):
+        model(ids, past_key_values=cache, attention_mask=mask)
+        seen = mask
+        for step, column in enumerate(([1, 1], [1, 0], [0, 1], [1, 1])):
+            seen = torch.cat([seen, torch.tensor(column)[:, None]], dim=1)
+            position = seen.sum(1, keepdim=True) - 1
+            logits = model(
+                ids[:, step : step + 1], past_key_values=cache, attention_mask=seen, position_ids=position
+            ).logits
+            if step == 2:
+                cache.crop(-2)  # the last two of these steps
+                seen = seen[:, :-2]
+        return logits
+
+    cache = small_cache(budget=400)
+    close(run(llama, cache), run(dense_llama, DynamicCache()))
+    assert [layer.row_lengths for layer in cache.layers] == [[12, 12]] * 2
+
+
 def test_crop_of_more_than_there_is_empties_the_cache(llama):
     cache = small_cache()
     feed(llama, cache, random_tokens(2, 10))

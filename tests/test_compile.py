@@ -108,3 +108,40 @@ def test_a_compiled_model_without_generate():
             torch.testing.assert_close(got, model(token, past_key_values=eager).logits)
     assert graphs() == 1
     check_cache(cache)
+
+
+def test_a_model_compiled_by_hand_has_the_room_it_was_given_and_says_when_it_was_full(monkeypatch):
+    monkeypatch.setattr("locks_hf.cache._HEADROOM_TOKENS", 16)
+    model = tiny_model("llama")
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    ids, tokens = random_tokens(1, 32), random_tokens(1, 40, seed=1)
+
+    def decode(cache, steps, forward):
+        for token in one_by_one(tokens[:, :steps]):
+            position = cache.layers[0].counts[-1:].long()[None]
+            logits = forward(token, position_ids=position, past_key_values=cache).logits
+        return logits
+
+    with torch.no_grad():
+        cache = small_cache()
+        model(ids, past_key_values=cache)
+        cache.make_room(40)
+        assert decode(cache, 40, step).isfinite().all()
+        check_cache(cache)
+        # Eager steps after compiled ones grow the cache.
+        assert decode(cache, 40, model).isfinite().all()
+        check_cache(cache)
+        cache = small_cache()
+        model(ids, past_key_values=cache)
+        assert decode(cache, 40, step).isnan().all()
+        with pytest.raises(ValueError, match=r"decoded up to \d+ tokens in room for \d+"):
+            cache.get_seq_length()
+
+
+def test_make_room_is_for_a_cache_in_use():
+    with pytest.raises(ValueError, match="call it before the decode steps"):
+        small_cache().make_room(3)
+    cache = small_cache()
+    tiny_model("llama")(random_tokens(1, 20), past_key_values=cache)
+    with pytest.raises(ValueError, match="must not be negative, got -1"):
+        cache.make_room(-1)

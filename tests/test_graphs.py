@@ -1,6 +1,8 @@
 """Recorded decode steps. Without a GPU a recording is the call itself, run again over the same inputs."""
 
+import copy
 import gc
+import pickle
 import warnings
 import weakref
 
@@ -9,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from locks_hf import LocksCache, graphs, patch, unpatch
+from locks_hf.cache import LocksLayer
 from tests.helpers import greedy, left_pad, random_tokens, small_cache, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
@@ -26,7 +29,12 @@ def recordings(monkeypatch):
         def replay(replays=made[-1]):
             replays[0] += 1
             if replays[0]:
-                for name, x in run().items():
+                with pytest.MonkeyPatch.context() as host:  # which takes no part in a replay
+                    host.setattr(LocksLayer, "prepare_step", lambda layer: False)
+                    host.setattr(LocksLayer, "count_step", lambda layer, real: None)
+                    host.setattr(LocksCache, "_lengths_before", lambda cache, layer_idx, size: set())
+                    again = run()
+                for name, x in again.items():
                     if isinstance(x, torch.Tensor):
                         output[name].copy_(x)
 
@@ -110,13 +118,141 @@ def test_other_caches_and_calls_are_the_models_own(model, recordings):
             loss.backward()
 
 
-def test_what_a_recording_cannot_give_is_refused(model, recordings):
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    (({"output_hidden_states": True}, "it gives hidden_states"), ({"return_dict": False}, "it gives a tuple")),
+)
+def test_what_a_recording_cannot_give_is_not_recorded_and_said(model, recordings, asked, reason):
     cache = small_cache()
     with patch(model, cuda_graphs=True), torch.no_grad():
         model(random_tokens(1, 30), past_key_values=cache)
-        model(random_tokens(1, 1), past_key_values=cache, output_hidden_states=True)
-        with pytest.raises(ValueError, match=r"LlamaForCausalLM gives \['hidden_states'\]"):
-            model(random_tokens(1, 1), past_key_values=cache, output_hidden_states=True)
+        with pytest.warns(UserWarning, match=f"LlamaForCausalLM are not recorded: {reason}"):
+            for _ in range(3):
+                model(random_tokens(1, 1), past_key_values=cache, **asked)
+    assert not recordings
+    assert cache.get_seq_length() == 33
+
+
+def test_autocast_with_its_cache_of_weights_is_not_recorded(model, recordings):
+    cache = small_cache()
+    with patch(model, cuda_graphs=True), torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            model(random_tokens(1, 30), past_key_values=cache)
+            with pytest.warns(UserWarning, match="cache_enabled=False"):
+                for _ in range(3):
+                    model(random_tokens(1, 1), past_key_values=cache)
+        assert not recordings
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            for _ in range(3):
+                model(random_tokens(1, 1), past_key_values=cache)
+        assert len(recordings) == 1
+
+
+@pytest.mark.parametrize("spare", (0, 40))
+def test_masks_over_all_tokens_and_longer_ones(model, recordings, spare):
+    """The column of the new token counts, wherever the mask ends."""
+    ids, mask = left_pad([random_tokens(1, length, length)[0] for length in (30, 7)])
+    steps = random_tokens(2, 6, seed=3)
+    lengths, logits = [], []
+    for graphs_too in (False, True):
+        cache = small_cache()
+        with patch(model, cuda_graphs=graphs_too), torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=cache)
+            for i in range(6):
+                seen = torch.cat([mask, torch.ones(2, 6, dtype=mask.dtype)], dim=1)
+                seen[1, 32] = 0  # a step that is padding for the second row
+                seen = torch.cat([seen[:, : 31 + i], torch.zeros(2, spare, dtype=mask.dtype)], dim=1)
+                logits.append(model(steps[:, i : i + 1], attention_mask=seen, past_key_values=cache).logits)
+        cache.crop(-2)
+        lengths.append([layer.row_lengths for layer in cache.layers])
+    assert len(recordings) == 1
+    assert lengths[0] == lengths[1] == [[34, 10], [34, 10]]
+    for eager, recorded in zip(logits[:6], logits[6:], strict=True):
+        torch.testing.assert_close(recorded, eager)
+
+
+def test_recording_asks_the_device_for_nothing(model, recordings, monkeypatch):
+    """Also where a step just fits."""
+    within = []
+    capture, rows = graphs.capture, LocksLayer._rows.fget
+
+    def watched(run):
+        def inside():
+            within.append(True)
+            try:
+                return run()
+            finally:
+                within.pop()
+
+        return capture(inside)
+
+    def asked(layer):
+        assert not within, "the device was asked while recording"
+        return rows(layer)
+
+    monkeypatch.setattr(graphs, "capture", watched)
+    monkeypatch.setattr(LocksLayer, "_rows", property(asked))
+    monkeypatch.setattr(LocksLayer, "get_seq_length", lambda layer: layer.host_positions)
+    for room in range(2, 8):
+        cache = small_cache(max_cache_len=64)
+        with patch(model, cuda_graphs=True), torch.no_grad():
+            model(random_tokens(1, 64 - room), past_key_values=cache)
+            for _ in range(room):
+                model(random_tokens(1, 1), past_key_values=cache)
+            with pytest.raises(ValueError, match="max_cache_len is 64 tokens, but a row needs 65"):
+                model(random_tokens(1, 1), past_key_values=cache)
+
+
+def test_steps_under_inference_mode_and_without(model, recordings):
+    ids, steps = random_tokens(1, 30), random_tokens(1, 8, seed=1)
+    results = []
+    for graphs_too in (False, True):
+        cache, logits = small_cache(), []
+        with patch(model, cuda_graphs=graphs_too):
+            for i in range(9):
+                token = ids if i == 0 else steps[:, i - 1 : i]
+                with torch.inference_mode() if i < 5 else torch.no_grad():
+                    logits.append(model(token, past_key_values=cache).logits[:, -1].clone())
+        results.append(torch.stack(logits))
+        assert cache.get_seq_length() == 38
+    torch.testing.assert_close(results[1], results[0])
+    assert len(recordings) == 2
+
+
+def test_a_recorded_model_is_not_copied_or_saved(model, recordings):
+    with patch(model, cuda_graphs=True):
+        with pytest.raises(ValueError, match="cannot be copied"):
+            copy.deepcopy(model)
+        with pytest.raises(ValueError, match="cannot be saved"):
+            pickle.dumps(model)
+    copy.deepcopy(model)
+
+
+def test_other_caches_are_compiled_as_before(model):
+    calls = []
+    model.get_compiled_call = lambda config: lambda *args, **kwargs: calls.append("compiled")
+    with patch(model, cuda_graphs=True):
+        call = model.get_compiled_call(None)
+        call(random_tokens(1, 4), past_key_values=DynamicCache())
+        assert calls == ["compiled"]
+        with torch.no_grad():
+            call(random_tokens(1, 4), past_key_values=small_cache())
+    assert calls == ["compiled"]
+
+
+def test_a_cache_with_recorded_steps_goes_when_it_is_let_go(model, monkeypatch):
+    monkeypatch.setattr(graphs, "capturable", lambda device: True)
+    monkeypatch.setattr(graphs, "capture", lambda run: (lambda: None, run()))
+    with patch(model, cuda_graphs=True), torch.no_grad():
+        cache = small_cache()
+        model(random_tokens(1, 30), past_key_values=cache)
+        for _ in range(3):
+            output = model(random_tokens(1, 1), past_key_values=cache)
+        assert output.past_key_values is cache
+        gone = weakref.ref(cache)
+        del cache, output
+        gc.collect()
+        assert gone() is None
 
 
 def test_steps_that_are_not_recorded_say_why_once(model, recordings):

@@ -20,7 +20,16 @@ from locks_hf.selectors import (
     QuestSelector,
     resolve_selector,
 )
-from tests.helpers import assert_same_tokens_held, check_cache, feed, greedy, one_by_one, random_tokens, small_cache
+from tests.helpers import (
+    assert_same_tokens_held,
+    check_cache,
+    feed,
+    greedy,
+    one_by_one,
+    random_tokens,
+    small_cache,
+    tiny_model,
+)
 
 several = settings(max_examples=60, deadline=None, derandomize=True)
 HEADS, DIM, SCALING = 2, 8, 0.4
@@ -370,3 +379,25 @@ def test_a_selector_that_misses_a_method_cannot_be_made():
 
     with pytest.raises(TypeError, match="abstract"):
         Half()
+
+
+class Inverted(LocksSelector):
+    """Derived, with choices of its own."""
+
+    def select(self, query, pages, config, scaling):
+        chosen = torch.full((*pages.keys.shape[:2], config.page_slots), -1, dtype=torch.int32)
+        chosen[..., 0] = 0
+        return chosen
+
+
+def test_a_selector_derived_from_ours_chooses_itself():
+    model = tiny_model("llama")
+    ids = random_tokens(1, 30)
+    cache, plain = small_cache(selector=Inverted()), small_cache()
+    with torch.no_grad():
+        for each in (cache, plain):
+            model(ids, past_key_values=each)
+        ours, theirs = (model(ids[:, :1], past_key_values=each).logits for each in (plain, cache))
+    assert not cache.is_compileable and plain.is_compileable
+    assert not torch.allclose(ours, theirs)
+    assert cache.layers[0].counters.sparse_steps == 1

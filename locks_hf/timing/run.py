@@ -48,6 +48,24 @@ def show_tokens(count: int) -> str:
     return str(count)
 
 
+def amount(text: str) -> float:
+    """A finite number that is not negative."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 0 or more")
+    return number
+
+
+def seed(text: str) -> int:
+    """What a generator takes as its seed."""
+    if not text.isdecimal() or int(text) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to {(1 << 63) - 1}")
+    return int(text)
+
+
 def positive(text: str) -> int:
     """A whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
@@ -69,8 +87,8 @@ def add_options(parser: argparse.ArgumentParser, *, windows: bool = False) -> No
     parser.add_argument("--dtype", choices=_DTYPES, help="default: bfloat16, on the CPU float32")
     parser.add_argument("--budget", type=positive, default=2048, help="tokens attended by Locks and Quest")
     parser.add_argument("--no-refit", action="store_true", help="Locks summaries by the paper's rule, C = D V")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--memory-limit", type=float, metavar="GIB", help="use no more than this of the device")
+    parser.add_argument("--seed", type=seed, default=0)
+    parser.add_argument("--memory-limit", type=amount, metavar="GIB", help="use no more than this of the device")
     parser.add_argument("--output", type=Path, metavar="DIR", help="run directory (default: under runs/)")
     parser.add_argument("--overwrite", action="store_true", help="replace the run that is in the directory")
     parser.add_argument("--retry", action="store_true", help="measure cells of an earlier run again that failed")
@@ -82,7 +100,10 @@ def add_options(parser: argparse.ArgumentParser, *, windows: bool = False) -> No
             help="what the CUDA graph is captured over: the compiled model (the default) or the eager one",
         )
         parser.add_argument(
-            "--compile-mode", default="default", help="of torch.compile: default, or max-autotune-no-cudagraphs"
+            "--compile-mode",
+            default="default",
+            choices=("default", "max-autotune-no-cudagraphs", "max-autotune", "reduce-overhead"),
+            help="of torch.compile; those that capture CUDA graphs of their own are refused",
         )
         parser.add_argument(
             "--fill",
@@ -94,7 +115,7 @@ def add_options(parser: argparse.ArgumentParser, *, windows: bool = False) -> No
         parser.add_argument("--window", type=positive, default=64, metavar="STEPS", help="steps a window")
         parser.add_argument("--windows", type=positive, default=3, help="windows kept")
         parser.add_argument("--retries", type=int, default=3, help="throttled windows that are dropped and repeated")
-        parser.add_argument("--settle", type=float, default=3.0, metavar="S", help="longest wait for the clocks")
+        parser.add_argument("--settle", type=amount, default=3.0, metavar="S", help="longest wait for the clocks")
 
 
 def protocol_of(args: argparse.Namespace) -> Protocol:

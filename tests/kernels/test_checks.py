@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from locks_hf.kernels import SummaryLayout, attend, combine, score, summarize, top_pages
+from locks_hf.kernels import SummaryLayout, attend, combine, decode_step, score, summarize, top_pages
 
 LAYOUT = SummaryLayout(16, 4)
 LENGTHS = torch.tensor([32, 20], dtype=torch.int32)
@@ -149,3 +149,44 @@ def test_counts_pages_and_layouts_that_do_not_fit():
         attend(query, keys, keys, pages[..., :0], torch.tensor([64], dtype=torch.int32), 16, 1.0)
     with pytest.raises(ValueError, match="page_size must be a power of two from 4 to 64, got 128"):
         top_pages(torch.randn(1, 2, 3), counts, 128, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    (
+        ({"slots": 1}, "slots must be an int of at least 2"),
+        ({"slots": 3.0}, "slots must be an int of at least 2"),
+        ({"rule": "foo"}, "rule must be one of"),
+        ({"query": torch.zeros(1, 0, 16)}, "does not fit keys of 1 rows, 2 KV heads, head_dim 16"),
+        ({"query": torch.zeros(1, 3, 16)}, "does not fit keys"),
+        ({"counts": torch.zeros(3, dtype=torch.int32)}, r"counts must be int32 \(2,\)"),
+        ({"counts": torch.tensor([-1, 0], dtype=torch.int32)}, "counts must not be negative"),
+        ({"layout": SummaryLayout(16, 5)}, r"summaries\['basis'\] must be torch.uint8 \(1, 2, 4, 5, 8\)"),
+        ({"summaries": {}}, r"summaries\['.*'\] must be .* got nothing"),
+        ({"keys": torch.zeros(1, 2, 16, 64).mT}, "make them contiguous"),
+    ),
+)
+def test_decode_step_changes_nothing_before_it_refuses(changes, message):
+    layout = SummaryLayout(16, 4)
+    keys = torch.zeros(1, 2, 64, 16)
+    summaries = {name: a.unflatten(0, (1, 2, 4)) for name, a in summarize(torch.randn(8, 16, 16), layout).items()}
+    arguments = {
+        "query": torch.randn(1, 4, 16),
+        "key": torch.randn(1, 2, 16),
+        "value": torch.randn(1, 2, 16),
+        "real": None,
+        "keys": keys,
+        "values": keys.clone(),
+        "summaries": summaries,
+        "counts": torch.tensor([40, 40], dtype=torch.int32),
+        "layout": layout,
+        "refit": True,
+        "rule": "share",
+        "slots": 2,
+        "scaling": 1.0,
+        **changes,
+    }
+    counts = arguments["counts"].clone()
+    with pytest.raises(ValueError, match=message):
+        decode_step(**arguments)
+    assert torch.equal(arguments["counts"], counts) and not keys.any()

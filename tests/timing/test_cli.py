@@ -196,7 +196,7 @@ def test_generate_itself_is_timed_with_its_start_apart(tmp_path, capsys):
         (("--shape", "glm-5"), "timings of glm-5 need a CUDA device"),
         (("--device", "cuda"), "there is no CUDA device"),
         (("--budget", "16"), "budget must be at least two pages"),
-        (("--memory-limit", "-1"), "--memory-limit is in GiB"),
+        (("--memory-limit", "0"), "--memory-limit is in GiB"),
         (("--window", "1"), "at least one window of two steps"),
         (("--step", "compiled", "--compile-mode", "reduce-overhead"), "captures CUDA graphs of its own"),
         (("--checkpoint",), "tiny is a shape without weights"),
@@ -215,6 +215,25 @@ def test_odd_numbers_of_tokens_are_refused(text, capsys):
     with pytest.raises(SystemExit):
         main(["decode", *TINY, "--contexts", text])
     assert "write 4096, 16K or 1M" in capsys.readouterr().err or text == "-4"
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    (
+        ("--memory-limit", "inf"),
+        ("--memory-limit", "nan"),
+        ("--settle", "nan"),
+        ("--settle", "soon"),
+        ("--seed", "99999999999999999999999"),
+        ("--seed", "1.5"),
+        ("--compile-mode", "bogus"),
+    ),
+)
+def test_odd_values_are_refused_before_there_is_a_directory(tmp_path, capsys, option, text):
+    with pytest.raises(SystemExit):
+        decode_run(tmp_path / "run", "--contexts", "64", option, text)
+    assert repr(text) in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_tokens_are_read_and_shown_in_binary_units():

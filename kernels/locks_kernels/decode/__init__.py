@@ -6,10 +6,13 @@ break. All that changes from step to step lives in tensors it updates in place.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ..backend import check_head_dim_and_dtype, check_page_size, check_row_counts, implementation
 from ..layout import SummaryLayout
+from ..select import RULES
 from .cpu import decode_step_cpu
 from .reference import decode_step_reference
 
@@ -61,7 +64,8 @@ def decode_step(
             f"key and value must be {(batch, heads, head_dim)} for a cache of {tuple(keys.shape)} and "
             f"{tuple(values.shape)}, got {tuple(key.shape)} and {tuple(value.shape)}"
         )
-    if query.ndim != 3 or query.shape[0] != batch or query.shape[2] != head_dim or query.shape[1] % heads:
+    group = query.shape[1] // heads if query.ndim == 3 else 0
+    if query.shape != (batch, heads * group, head_dim) or not query.numel():
         raise ValueError(
             f"query {tuple(query.shape)} does not fit keys of {batch} rows, {heads} KV heads, head_dim {head_dim}"
         )
@@ -77,6 +81,14 @@ def decode_step(
     check_row_counts("counts", counts, batch + 1, None)
     if capacity % layout.page_size:
         raise ValueError(f"the capacity {capacity} must be a multiple of the page size {layout.page_size}")
+    if rule not in RULES:
+        raise ValueError(f"rule must be one of {RULES}, got {rule!r}")
+    if not isinstance(slots, int) or slots < 2:
+        raise ValueError(f"slots must be an int of at least 2 (the first and the most recent page), got {slots}")
+    if counts.device.type == "cpu" and not torch.compiler.is_compiling() and min(counts.tolist()) < 0:
+        raise ValueError(f"counts must not be negative, got {counts.tolist()}")
+    if not torch.compiler.is_compiling():
+        _check_summaries(summaries, layout, (batch, heads, capacity // layout.page_size))
     if real is not None and (real.shape != (batch,) or real.dtype != torch.bool):
         raise ValueError(f"real must be bool ({batch},), got {real.dtype} {tuple(real.shape)}")
     state = (summaries, counts, layout, refit, rule, slots, scaling)
@@ -104,6 +116,19 @@ def decode_step(
         slots,
         scaling,
     )
+
+
+@functools.lru_cache
+def _expected(layout: SummaryLayout, leading: tuple[int, int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {name: ((*leading, *shape), dtype) for name, (shape, dtype) in layout.fields().items()}
+
+
+def _check_summaries(summaries: dict[str, torch.Tensor], layout: SummaryLayout, leading: tuple[int, int, int]) -> None:
+    for name, (shape, dtype) in _expected(layout, leading).items():
+        array = summaries.get(name)
+        if array is None or array.shape != shape or array.dtype != dtype:
+            got = "nothing" if array is None else f"{array.dtype} {tuple(array.shape)}"
+            raise ValueError(f"summaries[{name!r}] must be {dtype} {shape} for {layout}, got {got}")
 
 
 def _run(query: torch.Tensor, *arguments) -> torch.Tensor:
