@@ -155,10 +155,11 @@ class LocksLayer(CacheLayerMixin):
         added = torch.tensor(lengths) - torch.tensor(before)
         real = None
         if bool((added < steps).any()):
-            if steps == self._steps:
+            if steps <= self._steps:
                 real = torch.ones((len(lengths), steps), dtype=torch.bool)
                 for step, mask in self._step_padding.items():
-                    real[:, step] = mask.cpu()
+                    if step < steps:
+                        real[:, step] = mask.cpu()
             else:  # compiled steps leave no note of which were padding: they are taken to be the first
                 real = torch.arange(steps) >= (steps - added)[:, None]
         for step in range(steps):
@@ -173,9 +174,11 @@ class LocksLayer(CacheLayerMixin):
             else:
                 self.counters.add_dense(now, self.n_kv_heads)
         self._ledger.append(steps, real)
-        self._forget_steps()
         self._summarized = [length // config.page_size for length in self._ledger.lengths]
-        self._room = max(self._ledger.lengths)
+        # A step that is prepared or noted may not have reached the device yet.
+        self._step_padding = {step - steps: mask for step, mask in self._step_padding.items() if step >= steps}
+        self._steps = max(0, self._steps - steps)
+        self._room = max(self._ledger.lengths) + self._steps + self._prepared
 
     @property
     def row_lengths(self) -> list[int]:

@@ -88,6 +88,25 @@ def test_a_cache_that_moves_is_recorded_anew(model, recordings, monkeypatch):
     assert sum(replays for (replays,) in recordings) > 30
 
 
+@pytest.mark.parametrize("asking", (False, True), ids=["", "asking between steps"])
+@pytest.mark.parametrize("start", range(3, 9))
+def test_no_step_is_lost_where_buffers_are_full(model, recordings, monkeypatch, start, asking):
+    """The host learns of steps while the next one is on its way, and must not count its room twice or not at all."""
+    monkeypatch.setattr("locks_hf.cache._HEADROOM_TOKENS", 4)
+    tokens, logits = random_tokens(2, 60), []
+    for cache in (DynamicCache(), small_cache(budget=400), small_cache(budget=400)):
+        with patch(model, cuda_graphs=len(logits) == 2), torch.no_grad():
+            model(tokens[:, :start], past_key_values=cache)
+            steps = []
+            for i in range(start, 60):
+                steps.append(model(tokens[:, i : i + 1], past_key_values=cache).logits)
+                if asking and i % 3 == 0:
+                    assert cache.get_seq_length() == i + 1
+            logits.append(torch.cat(steps, dim=1))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits[2], logits[1])
+
+
 def test_caches_and_turns_keep_to_their_own_recordings(model, recordings):
     first, second = random_tokens(1, 30), random_tokens(1, 26, seed=1)
     caches = small_cache(), small_cache(budget=16)
