@@ -98,7 +98,12 @@ class Engine:
         if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in stop:
             stop.append(tokenizer.eos_token_id)
         pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-        model.generation_config = GenerationConfig(do_sample=False, eos_token_id=stop or None, pad_token_id=pad)
+        model.generation_config = GenerationConfig(
+            do_sample=False,
+            eos_token_id=stop or None,
+            pad_token_id=pad,
+            disable_compile=True,  # on a GPU every arm and batch size would be compiled, for a few dozen tokens each
+        )
         self.model = model
         self.tokenizer = tokenizer
         self.max_new_tokens = max_new_tokens

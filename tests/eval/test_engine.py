@@ -171,3 +171,7 @@ def test_batch_size_on_a_gpu_follows_the_length(engine, monkeypatch, length, row
     sizes = [engine.batch_size_for(2**n) for n in range(6, 24)]
     assert sizes == sorted(sizes, reverse=True)
     assert all(size & (size - 1) == 0 for size in sizes)
+
+
+def test_nothing_is_compiled_for_a_few_tokens(engine):
+    assert engine.model.generation_config.disable_compile
