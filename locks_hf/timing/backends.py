@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class Held:
     heads: int
 
 
-class Backend:
+class Backend(ABC):
     """One way to attend a held context."""
 
     name: str
@@ -68,6 +69,7 @@ class Backend:
         """Plan for a context; outside of any graph."""
         self.held = held
 
+    @abstractmethod
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
@@ -83,7 +85,6 @@ class Backend:
         Returns:
             ``(B, 1, H * G, d)``, contiguous.
         """
-        raise NotImplementedError
 
     def _append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         keys, values, position = self.held.keys[layer], self.held.values[layer], self.held.length - 1
