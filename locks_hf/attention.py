@@ -260,6 +260,8 @@ def _device_step(
     layer: LocksLayer, query: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> torch.Tensor | None:
     """A decode step that needs nothing from the host, ``(B, 1, H * G, d)``, or ``None`` if the layer cannot do it."""
+    if not layer.steps_on_device:
+        return None
     if mask is None:
         real = None
     elif mask.ndim == 4:
@@ -268,8 +270,6 @@ def _device_step(
         real = layer.padding_of(mask, 1)
         real = None if real is None else real[:, 0].to(query.device)
     step = layer.take_step(real)
-    if step is None:
-        return None
     config = layer.config
     output = decode_step(
         query.detach()[:, :, 0].to(layer.dtype),

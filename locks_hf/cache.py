@@ -295,25 +295,20 @@ class LocksLayer(CacheLayerMixin):
             )
         self._staged = (key_states, value_states)
         if self._started:
-            positions = 1 if self._is_device_step(key_states) else self.get_seq_length()
+            positions = 1 if key_states.shape[2] == 1 and self.steps_on_device else self.get_seq_length()
             shape = (*key_states.shape[:2], positions, key_states.shape[3])
             key_states, value_states = self._nowhere.expand(shape), self._nowhere.expand(shape)
         self._returned = key_states
         handoff.offer(self)
         return key_states, value_states
 
-    def _is_device_step(self, key_states: torch.Tensor) -> bool:
-        return key_states.shape[2] == 1 and self.steps_on_device
-
-    def take_step(self, real: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The one staged token a row, keys and values ``(B, H, 1, d)``, if it makes a decode step without the host.
+    def take_step(self, real: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The one staged token a row, keys and values ``(B, H, 1, d)``, for a step while :attr:`steps_on_device`.
 
         Args:
             real: bool ``(B,)``, false where the row's token is padding, or ``None``: all real.
         """
         key, value = self._staged
-        if not self._is_device_step(key):
-            return None
         if not torch.compiler.is_compiling():
             self.prepare_step()
             self.count_step(real)

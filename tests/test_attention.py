@@ -10,6 +10,7 @@ from transformers import DynamicCache, MllamaTextConfig, StaticCache
 
 from locks_hf import LocksCache, handoff, patch
 from locks_hf.attention import locks_attention, locks_mask
+from locks_hf.rows import PaddingReader
 from locks_hf.selectors import OracleSelector
 from tests.helpers import (
     FULL_ATTENTION,
@@ -688,3 +689,16 @@ def test_an_additive_mask_of_one_token_is_refused(llama):
                 llama(random_tokens(1, 1), past_key_values=cache, attention_mask=torch.zeros(1, 1, 1, 1))
             cache.reset()
             llama(random_tokens(1, 20), past_key_values=cache)
+
+
+def test_a_step_reads_its_mask_once_a_layer(llama, monkeypatch):
+    """Also where selectors need the host: asking twice would wait for the device again."""
+    asked, read = [], PaddingReader.new_tokens
+    monkeypatch.setattr(PaddingReader, "new_tokens", lambda *args, **kwargs: asked.append(1) or read(*args, **kwargs))
+    cache, mask = small_cache(selector="quest"), torch.ones(1, 21, dtype=torch.long)
+    mask[0, 0] = 0
+    with torch.no_grad():
+        llama(random_tokens(1, 20), past_key_values=cache, attention_mask=mask[:, :20])
+        asked.clear()
+        llama(random_tokens(1, 1), past_key_values=cache, attention_mask=mask)
+    assert len(asked) == len(cache.layers)
