@@ -1,9 +1,10 @@
 """Triton kernel of page summarisation: one program a page.
 
-The top right singular vectors are found one at a time. The P x P Gram matrix of what is left of the centred page is
-squared until one direction dominates; one multiplication by the page turns it into a basis column, whose component is
-then removed from the page. Removing it from the page itself, not from the Gram matrix, keeps later columns orthogonal
-to it whatever the accuracy of the direction, and leaves exact zeros past the page's rank.
+The top right singular vectors are found one at a time from the P x P Gram matrix of the centred page: it is squared
+until one direction over tokens dominates, whose share is then taken out of the Gram matrix. One product with the page
+turns all directions into basis columns. Only P x P matrices are met on the way, so that a single page takes little
+time. What that costs in accuracy concerns columns a thousand times weaker than the first, which 8-bit coefficients do
+not show.
 """
 
 from __future__ import annotations
@@ -93,13 +94,13 @@ def summarize_page(
     diagonal = token[:, None] == token[None, :]
     first_trace = tl.sum(tl.sum(b_left * b_left, axis=1), axis=0)
 
-    b_basis = tl.zeros((BLOCK_P, BLOCK_D), dtype=tl.float32)  # dequantised columns
-    b_coefficient = tl.zeros((BLOCK_P, BLOCK_P), dtype=tl.float32)  # [token, column]
+    b_gram = tl.dot(b_left, tl.trans(b_left), input_precision=PRECISION)
+    b_direction = tl.zeros((BLOCK_P, BLOCK_P), dtype=tl.float32)  # [column, token]: times the page gives the columns
+    b_component = tl.zeros((BLOCK_P, BLOCK_P), dtype=tl.float32)  # [column, token]: of the page along them
     for i_column in range(R):
-        b_power = tl.dot(b_left, tl.trans(b_left), input_precision=PRECISION)
-        trace = tl.sum(tl.sum(tl.where(diagonal, b_power, 0.0), axis=1), axis=0)
+        trace = tl.sum(tl.sum(tl.where(diagonal, b_gram, 0.0), axis=1), axis=0)
         alive = trace > rank_tolerance * rank_tolerance * first_trace
-        b_power = b_power / tl.where(alive, trace, 1.0)
+        b_power = b_gram / tl.where(alive, trace, 1.0)
         # The 128th power, the 256th of the singular value ratio: directions that it fails to separate have singular
         # values within 1 % of each other, and either serves. Three squarings shrink the trace to P**-7 at the least.
         for _ in range(2):
@@ -109,36 +110,46 @@ def summarize_page(
             b_power = b_power / tl.where(trace > 0, trace, 1.0)
         b_power = tl.dot(b_power, b_power, input_precision=PRECISION)
         strongest = tl.argmax(tl.sum(tl.where(diagonal, b_power, 0.0), axis=1), axis=0)
-        b_direction = tl.sum(tl.where(token[None, :] == strongest, b_power, 0.0), axis=1)  # over tokens
-        b_column = tl.sum(b_direction[:, None] * b_left, axis=0)
-        norm = tl.sqrt(tl.sum(b_column * b_column, axis=0))
-        alive = alive & (norm > 0)
-        b_column = tl.where(alive, b_column / tl.where(alive, norm, 1.0), 0.0)
-        b_component = tl.sum(b_left * b_column[None, :], axis=1)  # over tokens
-        b_left = b_left - b_component[:, None] * b_column[None, :]
-        b_coefficient = tl.where(column[None, :] == i_column, b_component[:, None] * size, b_coefficient)
+        b_left_vector = tl.sum(tl.where(token[None, :] == strongest, b_power, 0.0), axis=1)  # over tokens
+        b_across = tl.sum(tl.where(token[:, None] == strongest, b_power, 0.0), axis=0)  # the same, along the other axis
+        b_image = tl.sum(b_gram * b_across[None, :], axis=1)
+        b_image_across = tl.sum(b_gram * b_left_vector[:, None], axis=0)
+        square = tl.sum(b_left_vector * b_image, axis=0)  # of the column's norm
+        alive = alive & (square > 0)
+        inverse = tl.where(alive, 1.0 / tl.sqrt(tl.where(alive, square, 1.0)), 0.0)
+        b_gram = b_gram - (b_image * inverse)[:, None] * (b_image_across * inverse)[None, :]
+        # The direction is that of what is left of the page: what earlier columns have is taken off.
+        b_shared = tl.sum(b_component * b_across[None, :], axis=1)
+        b_across -= tl.sum(b_direction * b_shared[:, None], axis=0)
+        b_direction = tl.where(column[:, None] == i_column, (b_across * inverse)[None, :], b_direction)
+        b_component = tl.where(column[:, None] == i_column, (b_image_across * inverse)[None, :], b_component)
 
-        if BITS == 16:
-            b_stored = b_column.to(tl.bfloat16)
-            tl.store(basis_ptr + (page * R + i_column) * D + channel, b_stored, mask=m_channel)
-            b_used = b_stored.to(tl.float32)
+    b_columns = tl.dot(b_direction, b_left, input_precision=PRECISION)  # [column, channel]
+    norm = tl.sqrt(tl.sum(b_columns * b_columns, axis=1))
+    b_columns = b_columns * tl.where(norm > 0, 1.0 / tl.where(norm > 0, norm, 1.0), 0.0)[:, None]
+    m_column = (column < R)[:, None]
+    if BITS == 16:
+        b_stored = b_columns.to(tl.bfloat16)
+        p_basis = basis_ptr + (page * R + column[:, None]) * D + channel[None, :]
+        tl.store(p_basis, b_stored, mask=m_column & m_channel[None, :])
+        b_basis = b_stored.to(tl.float32)
+    else:
+        codes, scale = _quantize(b_columns, 1, (1 << (BITS - 1)) - 1)
+        tl.store(p_scale + 1 + column, scale.to(tl.bfloat16), mask=column < R)
+        b_basis = codes * scale[:, None]
+        if BITS == 8:
+            p_basis = basis_ptr + (page * R + column[:, None]) * D + channel[None, :]
+            tl.store(p_basis, codes.to(tl.int8), mask=m_column & m_channel[None, :])
         else:
-            codes, scale = _quantize(b_column, 0, (1 << (BITS - 1)) - 1)
-            tl.store(p_scale + 1 + i_column, scale.to(tl.bfloat16))
-            b_used = codes * scale
-            if BITS == 8:
-                tl.store(basis_ptr + (page * R + i_column) * D + channel, codes.to(tl.int8), mask=m_channel)
-            else:
-                biased = (codes.to(tl.int32) + (1 << (BITS - 1))) << (BITS * (lane // BLOCK_W))
-                packed = tl.sum(tl.reshape(biased, (PARTS, BLOCK_W)), axis=0)
-                byte = tl.arange(0, BLOCK_W)
-                p_basis = basis_ptr + (page * R + i_column) * WIDTH + byte
-                tl.store(p_basis, packed.to(tl.uint8), mask=byte < WIDTH)
-        b_basis = tl.where(column[:, None] == i_column, b_used[None, :], b_basis)
+            biased = (codes.to(tl.int32) + (1 << (BITS - 1))) << (BITS * (lane // BLOCK_W))[None, :]
+            packed = tl.sum(tl.reshape(biased, (BLOCK_P, PARTS, BLOCK_W)), axis=1)
+            byte = tl.arange(0, BLOCK_W)
+            p_basis = basis_ptr + (page * R + column[:, None]) * WIDTH + byte[None, :]
+            tl.store(p_basis, packed.to(tl.uint8), mask=m_column & (byte < WIDTH)[None, :])
 
     if REFIT:
         b_residual = tl.where((token < P)[:, None], b_key - (mean_codes * mean_scale)[None, :], 0.0)
-        b_gram = tl.dot(b_basis, tl.trans(b_basis), input_precision=PRECISION)
+        b_gram = tl.dot(b_basis, tl.trans(b_basis), input_precision=PRECISION)  # of the basis, from here on
         b_right = tl.dot(b_basis, tl.trans(b_residual), input_precision=PRECISION)  # [column, token]
         b_diagonal = tl.sum(tl.where(diagonal, b_gram, 0.0), axis=1)
         ridge = ridge_factor * tl.max(b_diagonal, axis=0)
@@ -154,6 +165,8 @@ def summarize_page(
             b_gram = tl.where(here[:, None], gram_row[None, :], b_gram - factor[:, None] * gram_row[None, :])
             b_right = tl.where(here[:, None], right_row[None, :], b_right - factor[:, None] * right_row[None, :])
         b_coefficient = tl.where(column[None, :] < R, tl.trans(b_right), 0.0)
+    else:
+        b_coefficient = tl.trans(b_component) * size
 
     codes, scale = _quantize(b_coefficient, 1, 127)
     tl.store(token_scales_ptr + page * P + token, scale.to(tl.bfloat16), mask=token < P)
