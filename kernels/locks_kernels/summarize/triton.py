@@ -127,27 +127,32 @@ def summarize_page(
     b_columns = tl.dot(b_direction, b_left, input_precision=PRECISION)  # [column, channel]
     norm = tl.sqrt(tl.sum(b_columns * b_columns, axis=1))
     b_columns = b_columns * tl.where(norm > 0, 1.0 / tl.where(norm > 0, norm, 1.0), 0.0)[:, None]
-    m_column = (column < R)[:, None]
+    # Rows past the rank are zero: dividing takes long, and so few as possible are quantised.
+    ROWS: tl.constexpr = 1 << (R - 1).bit_length()
+    row = tl.arange(0, ROWS)
+    b_columns = tl.sum(tl.reshape(b_columns, (BLOCK_P // ROWS, ROWS, BLOCK_D)), axis=0)
+    p_row = page * R + row[:, None]
+    m_row = (row < R)[:, None]
     if BITS == 16:
         b_stored = b_columns.to(tl.bfloat16)
-        p_basis = basis_ptr + (page * R + column[:, None]) * D + channel[None, :]
-        tl.store(p_basis, b_stored, mask=m_column & m_channel[None, :])
-        b_basis = b_stored.to(tl.float32)
+        tl.store(basis_ptr + p_row * D + channel[None, :], b_stored, mask=m_row & m_channel[None, :])
+        b_used = b_stored.to(tl.float32)
     else:
         codes, scale = _quantize(b_columns, 1, (1 << (BITS - 1)) - 1)
-        tl.store(p_scale + 1 + column, scale.to(tl.bfloat16), mask=column < R)
-        b_basis = codes * scale[:, None]
+        tl.store(p_scale + 1 + row, scale.to(tl.bfloat16), mask=row < R)
+        b_used = codes * scale[:, None]
         if BITS == 8:
-            p_basis = basis_ptr + (page * R + column[:, None]) * D + channel[None, :]
-            tl.store(p_basis, codes.to(tl.int8), mask=m_column & m_channel[None, :])
+            tl.store(basis_ptr + p_row * D + channel[None, :], codes.to(tl.int8), mask=m_row & m_channel[None, :])
         else:
             biased = (codes.to(tl.int32) + (1 << (BITS - 1))) << (BITS * (lane // BLOCK_W))[None, :]
-            packed = tl.sum(tl.reshape(biased, (BLOCK_P, PARTS, BLOCK_W)), axis=1)
+            packed = tl.sum(tl.reshape(biased, (ROWS, PARTS, BLOCK_W)), axis=1)
             byte = tl.arange(0, BLOCK_W)
-            p_basis = basis_ptr + (page * R + column[:, None]) * WIDTH + byte[None, :]
-            tl.store(p_basis, packed.to(tl.uint8), mask=m_column & (byte < WIDTH)[None, :])
+            m_byte = m_row & (byte < WIDTH)[None, :]
+            tl.store(basis_ptr + p_row * WIDTH + byte[None, :], packed.to(tl.uint8), mask=m_byte)
 
     if REFIT:
+        first = tl.arange(0, BLOCK_P // ROWS) == 0
+        b_basis = tl.reshape(tl.where(first[:, None, None], b_used[None, :, :], 0.0), (BLOCK_P, BLOCK_D))
         b_residual = tl.where((token < P)[:, None], b_key - (mean_codes * mean_scale)[None, :], 0.0)
         b_gram = tl.dot(b_basis, tl.trans(b_basis), input_precision=PRECISION)  # of the basis, from here on
         b_right = tl.dot(b_basis, tl.trans(b_residual), input_precision=PRECISION)  # [column, token]
