@@ -102,16 +102,22 @@ def summarize_page(
         alive = trace > rank_tolerance * rank_tolerance * first_trace
         b_power = b_gram / tl.where(alive, trace, 1.0)
         # The 128th power, the 256th of the singular value ratio: directions that it fails to separate have singular
-        # values within 1 % of each other, and either serves. Three squarings shrink the trace to P**-7 at the least.
-        for _ in range(2):
-            for _ in range(3):
-                b_power = tl.dot(b_power, b_power, input_precision=PRECISION)
-            trace = tl.sum(tl.sum(tl.where(diagonal, b_power, 0.0), axis=1), axis=0)
-            b_power = b_power / tl.where(trace > 0, trace, 1.0)
+        # values within 1 % of each other, and either serves. The 16th power times one of its columns takes less time
+        # than more squarings. Three of these shrink the trace to P**-7 at the least.
+        for _ in range(3):
+            b_power = tl.dot(b_power, b_power, input_precision=PRECISION)
+        trace = tl.sum(tl.sum(tl.where(diagonal, b_power, 0.0), axis=1), axis=0)
+        b_power = b_power / tl.where(trace > 0, trace, 1.0)
         b_power = tl.dot(b_power, b_power, input_precision=PRECISION)
-        strongest = tl.argmax(tl.sum(tl.where(diagonal, b_power, 0.0), axis=1), axis=0)
-        b_left_vector = tl.sum(tl.where(token[None, :] == strongest, b_power, 0.0), axis=1)  # over tokens
-        b_across = tl.sum(tl.where(token[:, None] == strongest, b_power, 0.0), axis=0)  # the same, along the other axis
+        strength = tl.sum(tl.where(diagonal, b_power, 0.0), axis=1)
+        b_power = b_power / tl.where(alive, tl.max(strength, axis=0), 1.0)
+        strongest = tl.argmax(strength, axis=0)
+        b_across = tl.sum(tl.where(token[:, None] == strongest, b_power, 0.0), axis=0)
+        for _ in range(3):
+            b_image = tl.sum(b_power * b_across[None, :], axis=1)
+            b_across = tl.sum(b_power * b_image[:, None], axis=0)
+        b_left_vector = tl.sum(b_power * b_across[None, :], axis=1)
+        b_across = tl.sum(tl.where(diagonal, b_left_vector[:, None], 0.0), axis=0)  # the same, along the other axis
         b_image = tl.sum(b_gram * b_across[None, :], axis=1)
         b_image_across = tl.sum(b_gram * b_left_vector[:, None], axis=0)
         square = tl.sum(b_left_vector * b_image, axis=0)  # of the column's norm
