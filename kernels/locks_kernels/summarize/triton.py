@@ -39,6 +39,18 @@ def _quantize(values, axis: tl.constexpr, top: tl.constexpr):
 
 
 @triton.jit
+def _products(left, right, P: tl.constexpr, D: tl.constexpr):
+    """``left @ right.T`` of two ``(P, D)`` arrays, on the tensor cores and as good as float32."""
+    if P * D <= 4096:
+        return tl.dot(left, tl.trans(right), input_precision="tf32x3")
+    # In two halves, as the operands take too much shared memory at once.
+    left, left_end = tl.split(tl.permute(tl.reshape(left, (P, 2, D // 2)), (0, 2, 1)))
+    right, right_end = tl.split(tl.permute(tl.reshape(right, (P, 2, D // 2)), (0, 2, 1)))
+    product = tl.dot(left, tl.trans(right), input_precision="tf32x3")
+    return tl.dot(left_end, tl.trans(right_end), product, input_precision="tf32x3")
+
+
+@triton.jit
 def packed_channels(D: tl.constexpr, PARTS: tl.constexpr, BLOCK_W: tl.constexpr):
     """Channels in the order of the packed basis, PARTS runs of D / PARTS each padded to BLOCK_W, and which exist."""
     WIDTH: tl.constexpr = D // PARTS
@@ -94,7 +106,7 @@ def summarize_page(
     diagonal = token[:, None] == token[None, :]
     first_trace = tl.sum(tl.sum(b_left * b_left, axis=1), axis=0)
 
-    b_gram = tl.dot(b_left, tl.trans(b_left), input_precision=PRECISION)
+    b_gram = _products(b_left, b_left, BLOCK_P, BLOCK_D)
     b_direction = tl.zeros((BLOCK_P, BLOCK_P), dtype=tl.float32)  # [column, token]: times the page gives the columns
     b_component = tl.zeros((BLOCK_P, BLOCK_P), dtype=tl.float32)  # [column, token]: of the page along them
     for i_column in range(R):
@@ -130,7 +142,10 @@ def summarize_page(
         b_direction = tl.where(column[:, None] == i_column, (b_across * inverse)[None, :], b_direction)
         b_component = tl.where(column[:, None] == i_column, (b_image_across * inverse)[None, :], b_component)
 
-    b_columns = tl.dot(b_direction, b_left, input_precision=PRECISION)  # [column, channel]
+    # Scaled by something else than before, since a product of the same would keep its operand in shared memory
+    # through the loop.
+    b_centred = tl.where((token < P)[:, None], b_key - b_mean[None, :], 0.0) * (0.5 / size)
+    b_columns = tl.dot(b_direction, b_centred, input_precision=PRECISION)  # [column, channel]
     norm = tl.sqrt(tl.sum(b_columns * b_columns, axis=1))
     b_columns = b_columns * tl.where(norm > 0, 1.0 / tl.where(norm > 0, norm, 1.0), 0.0)[:, None]
     # Rows past the rank are zero: dividing takes long, and so few as possible are quantised.
@@ -160,8 +175,8 @@ def summarize_page(
         first = tl.arange(0, BLOCK_P // ROWS) == 0
         b_basis = tl.reshape(tl.where(first[:, None, None], b_used[None, :, :], 0.0), (BLOCK_P, BLOCK_D))
         b_residual = tl.where((token < P)[:, None], b_key - (mean_codes * mean_scale)[None, :], 0.0)
-        b_gram = tl.dot(b_basis, tl.trans(b_basis), input_precision=PRECISION)  # of the basis, from here on
-        b_right = tl.dot(b_basis, tl.trans(b_residual), input_precision=PRECISION)  # [column, token]
+        b_gram = _products(b_basis, b_basis, BLOCK_P, BLOCK_D)  # of the basis, from here on
+        b_right = _products(b_basis, b_residual, BLOCK_P, BLOCK_D)  # [column, token]
         b_diagonal = tl.sum(tl.where(diagonal, b_gram, 0.0), axis=1)
         ridge = ridge_factor * tl.max(b_diagonal, axis=0)
         b_ridge = tl.where(b_diagonal > 0, ridge, 1.0)
