@@ -18,6 +18,9 @@ from locks_hf.kernels.select import combine_reference, top_pages_reference
 from locks_hf.kernels.summarize import summarize_reference
 from locks_hf.kernels.summarize.reference import page_factors
 
+attend_triton = importlib.import_module("locks_hf.kernels.attend.triton")
+select_triton = importlib.import_module("locks_hf.kernels.select.triton")
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 pytestmark = pytest.mark.skipif(
@@ -320,6 +323,35 @@ def test_attend(rng, head_dim, dtype, group, slots, page_size):
     reference = attend_reference(query, keys, values, pages, lengths, page_size, scaling)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     torch.testing.assert_close(got, reference, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("complete", "slots", "rows", "ties"),
+    [(300, 8, 1, False), (300, 9, 2, True), (40, 64, 1, True), (2100, 34, 1, True)]
+    + ([(9000, 128, 1, False), (8200, 128, 9, True), (33000, 128, 1, True), (70000, 100, 1, False)] if ON_GPU else []),
+)
+@pytest.mark.parametrize("head_dim", (64, 128, 256) if ON_GPU else (64,))
+def test_programs_that_attend_choose_as_top_pages(rng, complete, slots, rows, ties, head_dim):
+    """The choice inside of attention, of its own kernel on a GPU, is the exact one, equal values included."""
+    n_kv_heads, group, page_size = 2, 3, 16
+    capacity = complete + 1
+    value = torch.rand(rows, n_kv_heads, complete, generator=rng) ** 8
+    if ties:
+        value = (value * 5).floor() / 5
+        value[:, :, 7], value[:, :, 11], value[:, 0, 13] = float("nan"), float("inf"), -float("inf")
+    value = value.to(DEVICE)
+    counts = torch.randint(1, complete * page_size, (rows + 1,), generator=rng, dtype=torch.int32).to(DEVICE)
+    counts[0] = complete * page_size + 3
+    lengths = counts[:-1] + 1
+    keys, values = (randn(rng, rows, n_kv_heads, capacity * page_size, head_dim, dtype=torch.bfloat16) for _ in "kv")
+    query = randn(rng, rows, n_kv_heads * group, head_dim, dtype=torch.bfloat16)
+    pages = top_pages(value, lengths, page_size, slots)
+    expected = attend(query, keys, values, pages, lengths, page_size, 0.3).float()
+    ranked = select_triton.rank_pages(value, lengths, page_size, counts)
+    out, lse = attend_triton.attend_splits(query, keys, values, ranked, lengths, page_size, 0.3, slots=slots)
+    weight = torch.softmax(lse, dim=1)[..., None]
+    out = (weight * out).sum(1).unflatten(0, (rows, n_kv_heads)).flatten(1, 2)
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-3)
 
 
 def test_attend_strided_query_and_empty_row(rng):

@@ -282,55 +282,73 @@ def attend_splits(
     if settings is None:
         settings = attend_settings(head_dim, page_size, batch * n_kv_heads, slots)
     n_splits = triton.cdiv(slots, settings.slots_per_split)
-    choice, warps = {"GROUP": 1, "C": 1, "S": 1, "BLOCK_K": 1}, settings.warps
     if search is not None:
-        choice, warps = search.constants(), max(warps, search.warps)
         programs = batch * n_kv_heads * n_splits
         pages = torch.empty((programs, settings.slots_per_split), dtype=torch.int32, device=device)
         groups = torch.empty((programs, search.block_slots), dtype=torch.int32, device=device)
     partial_out = torch.empty((batch * n_kv_heads, n_splits, group, head_dim), dtype=torch.float32, device=device)
     partial_lse = torch.empty((batch * n_kv_heads, n_splits, group), dtype=torch.float32, device=device)
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    arrays = (query, keys, values, pages)
+    outputs = (partial_out, partial_lse)
+    sizes = (scaling, slots, settings.slots_per_split, n_splits, keys.shape[2], 0 if key is None else key.shape[1])
+    strides = (query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), keys.stride(2))
+    shape = {"H": n_kv_heads, "G": group, "D": head_dim, "P": page_size, "BLOCK_N": settings.block_tokens}
+    launch = launch or {"PDL": False}
+    if search is not None and _by_hand(query, page_size, group):
+        from .gluon import attend_kernel
+
+        attend_kernel[(n_splits, batch * n_kv_heads)](
+            *arrays,
+            key,
+            group_key,
+            groups,
+            counts,
+            real,
+            *outputs,
+            *sizes,
+            *strides,
+            **shape,
+            **launch,
+            **search.runs(),
+            FOUR=settings.slots_per_split == 4,
+            HAS_REAL=real is not None,
+        )
+        return outputs
+
     _attend_split_kernel[(n_splits, batch * n_kv_heads)](
-        query,
-        keys,
-        values,
-        pages,
+        *arrays,
         lengths,
         key,
         group_key,
         groups,
         counts,
         real,
-        partial_out,
-        partial_lse,
-        scaling,
-        slots,
-        settings.slots_per_split,
-        n_splits,
-        keys.shape[2],
-        0 if key is None else key.shape[1],
-        query.stride(0),
-        query.stride(1),
-        keys.stride(0),
-        keys.stride(1),
-        keys.stride(2),
-        H=n_kv_heads,
-        G=group,
+        *outputs,
+        *sizes,
+        *strides,
+        **shape,
+        **launch,
         BLOCK_G=max(16, triton.next_power_of_2(group)),
-        D=head_dim,
-        BLOCK_D=block_d,
-        P=page_size,
-        BLOCK_N=settings.block_tokens,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         UPCAST=interpreting() and query.dtype == torch.bfloat16,  # the interpreter cannot multiply bf16 matrices
-        **(launch or {"PDL": False}),
         CHOOSE=search is not None,
         HAS_REAL=real is not None,
-        **choice,
-        num_warps=warps,
+        **({"GROUP": 1, "C": 1, "S": 1, "BLOCK_K": 1} if search is None else search.constants()),
+        num_warps=settings.warps if search is None else max(settings.warps, search.warps),
         num_stages=1 if settings.slots_per_split * page_size <= settings.block_tokens else 3,
     )
-    return partial_out, partial_lse
+    return outputs
+
+
+def _by_hand(query: torch.Tensor, page_size: int, group: int) -> bool:
+    """Whether the kernel with layouts chosen by hand fits; the interpreter has none."""
+    return (
+        not interpreting()
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] in (64, 128, 256)
+        and page_size == 16
+        and group <= 16
+    )
 
 
 def combine_options(n_splits: int, head_dim: int) -> dict[str, int]:

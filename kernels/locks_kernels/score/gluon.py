@@ -63,6 +63,18 @@ def _words_layout(pages, tokens, words, warps):
     return _layout([pages, tokens, words], registers, [[0, 0, 0], [0, 0, 0]], warps)
 
 
+@gluon.constexpr_function
+def _warps_layout(warps, heads):
+    """``(warps, heads)``: a head a lane, with what all warps have of it in the lane's registers."""
+    return gl.DistributedLinearLayout(
+        [[1 << i, 0] for i in range(warps.bit_length() - 1)],
+        [[0, (1 << i) % heads] for i in range(5)],
+        [[0, 0]] * (warps.bit_length() - 1),
+        [],
+        [warps, heads],
+    )
+
+
 @gluon.jit
 def _low_nibbles(packed):
     return gl.inline_asm_elementwise(
@@ -325,10 +337,16 @@ def score_kernel(
             nothing = gl.full((BLOCK_J, BLOCK_G), float("-inf"), gl.float32, MMA)
             gl.store(p_lse + o_lse, nothing, mask=(page < max_pages)[:, None] & (head < G)[None, :])
 
-    broken = gl.max(gl.where(running_max != running_max, 1, 0), axis=0)
-    peak = gl.max(running_max, axis=0)
+    # Of each warp first, then over the warps in every thread: a reduction over all of them waits four times.
+    maxima = gl.reshape(running_max, (num_warps, BLOCK_J // num_warps, BLOCK_G))
+    sums = gl.reshape(running_sum, (num_warps, BLOCK_J // num_warps, BLOCK_G))
+    peak = gl.max(maxima, axis=1)
     safe = gl.where(peak == float("-inf"), 0.0, peak)
-    share_sum = gl.sum(running_sum * gl.exp2(running_max - safe[None, :]), axis=0)
-    p_partial = partial_ptr + ((row_head * n_splits + split) * G + head) * 2
-    gl.store(p_partial, gl.where(broken > 0, float("nan"), peak * LN2), mask=head < G)
-    gl.store(p_partial + 1, share_sum, mask=head < G)
+    mass = gl.sum(sums * gl.exp2(maxima - gl.expand_dims(safe, 1)), axis=1)
+    ALL: gl.constexpr = _warps_layout(num_warps, BLOCK_G)
+    share = gl.convert_layout(safe + _log2(mass), ALL)
+    peak = gl.max(share, axis=0)
+    safe = gl.where(peak == float("-inf"), 0.0, peak)
+    share = safe + _log2(gl.sum(gl.exp2(share - gl.expand_dims(safe, 0)), axis=0))
+    head = gl.arange(0, BLOCK_G, gl.SliceLayout(0, ALL))
+    gl.store(partial_ptr + (row_head * G + head) * n_splits + split, share * LN2, mask=head < G)

@@ -323,9 +323,7 @@ def _score_kernel(
     largest = tl.max(running_max, axis=1)
     safe = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(running_sum * tl.exp2(running_max - safe[:, None]), axis=1)
-    p_partial = partial_ptr + ((row_head * n_splits + split) * G + group) * 2
-    tl.store(p_partial, largest * LN2, mask=group < G)
-    tl.store(p_partial + 1, total, mask=group < G)
+    tl.store(partial_ptr + (row_head * G + group) * n_splits + split, (safe + tl.log2(total)) * LN2, mask=group < G)
 
 
 @dataclass(frozen=True)
@@ -399,9 +397,8 @@ def score_pages(
         settings: By default those of :func:`score_settings`.
 
     Returns:
-        The log-sum-exp ``(B, H, G, max_pages)``, and float32 ``(B * H, splits, G, 2)``: largest value and sum of
-        exponentials relative to it over the pages of each split, from which normalisers are made. In a step the scores
-        of pages that a row does not have are undefined.
+        The log-sum-exp ``(B, H, G, max_pages)``, and that over all pages of each split, float32 ``(B * H, G, splits)``.
+        In a step the scores of pages that a row does not have are undefined.
     """
     batch, n_kv_heads, capacity, head_dim = summaries["centroid"].shape
     group, rows = query.shape[1] // n_kv_heads, batch * n_kv_heads
@@ -415,7 +412,7 @@ def score_pages(
         settings = score_settings(layout, group, rows, max_pages, by_hand, multiprocessors(query.device))
     n_splits = triton.cdiv(max_pages, settings.block_pages * settings.blocks_per_split)
     lse = torch.empty((batch, n_kv_heads, group, max_pages), dtype=torch.float32, device=query.device)
-    partial = torch.empty((rows, n_splits, group, 2), dtype=torch.float32, device=query.device)
+    partial = torch.empty((rows, group, n_splits), dtype=torch.float32, device=query.device)
     words = layout.rank % 4 == 0
     arrays = (
         summaries["basis"],
@@ -448,7 +445,8 @@ def score_pages(
             **options,
             BLOCK_G=max(8, triton.next_power_of_2(group)),
             HAS_REAL=real is not None,
-            maxnreg=128 if group <= 8 else None,  # for 16 warps a multiprocessor
+            # Sixteen warps a multiprocessor, and room for the next kernel, which then starts before they end.
+            maxnreg=112 if group <= 8 else None,
         )
         return lse, partial
 

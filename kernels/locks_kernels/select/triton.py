@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..backend import programmatic_launch
+from ..backend import interpreting, programmatic_launch
 
 _RULE_CODES = {"share": 0, "max": 1, "mass": 2}
 _GROUP = 16  # pages
@@ -28,7 +28,7 @@ _MOST_BESIDE = 1 << 13  # likewise, in a program that has other things to do
 
 @triton.jit
 def _normalizer_kernel(lse_ptr, n_pages_ptr, partial_ptr, max_pages, HG: tl.constexpr, BLOCK: tl.constexpr):
-    """Largest mass of one query head and the sum of all relative to it."""
+    """Log of the total mass of one query head."""
     row_head = tl.program_id(0).to(tl.int64)
     n_pages = tl.minimum(tl.load(n_pages_ptr + row_head // HG), max_pages)
     offset = tl.arange(0, BLOCK)
@@ -37,44 +37,39 @@ def _normalizer_kernel(lse_ptr, n_pages_ptr, partial_ptr, max_pages, HG: tl.cons
     for start in range(0, n_pages, BLOCK):
         mask = start + offset < n_pages
         value = tl.load(lse_ptr + row_head * max_pages + start + offset, mask=mask, other=float("-inf"))
-        larger = tl.maximum(running_max, value, propagate_nan=tl.PropagateNan.ALL)
-        safe = tl.where(larger == float("-inf"), 0.0, larger)
-        running_sum = running_sum * tl.exp(running_max - safe) + tl.exp(value - safe)
-        running_max = larger
-    largest = tl.max(running_max, axis=0)
-    largest = tl.where(tl.max((running_max != running_max).to(tl.int32), axis=0) > 0, float("nan"), largest)
-    safe = tl.where(largest == float("-inf"), 0.0, largest)
-    tl.store(partial_ptr + row_head * 2, largest)
-    tl.store(partial_ptr + row_head * 2 + 1, tl.sum(running_sum * tl.exp(running_max - safe), axis=0))
+        running_max, running_sum = _accumulated(running_max, running_sum, value)
+    tl.store(partial_ptr + row_head, _log_total(running_max, running_sum, 0))
 
 
 @triton.jit
-def _log_total(maxima, sums):
-    """Log of the total mass of each column from parts along axis 0, NaN if one part is."""
-    largest = tl.max(maxima, axis=0)
-    broken = tl.max((maxima != maxima).to(tl.int32), axis=0) > 0
+def _accumulated(running_max, running_sum, value):
+    """Running log-sum-exp with one more value; a NaN among the values makes the sum NaN."""
+    larger = tl.maximum(running_max, value)  # of a NaN and a number the number
+    safe = tl.where(larger == float("-inf"), 0.0, larger)
+    return larger, running_sum * tl.exp(running_max - safe) + tl.exp(value - safe)
+
+
+@triton.jit
+def _log_total(running_max, running_sum, axis: tl.constexpr):
+    """Log-sum-exp along an axis of what :func:`_accumulated` left."""
+    largest = tl.max(running_max, axis=axis)
     safe = tl.where(largest == float("-inf"), 0.0, largest)
-    total = safe + tl.log(tl.sum(sums * tl.exp(maxima - safe[None, :]), axis=0))
-    return tl.where(broken, float("nan"), total)
+    return safe + tl.log(tl.sum(running_sum * tl.exp(running_max - tl.expand_dims(safe, axis)), axis=axis))
 
 
 @triton.jit
 def _normalizers(partial_ptr, row_head, n_splits, G: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Log of the total mass of each query head, from what the splits of the scoring left."""
+    """Log of the total mass of each query head, from those of the splits of the scoring."""
     group = tl.arange(0, BLOCK_G)
-    running_max = tl.full((BLOCK_S, BLOCK_G), float("-inf"), dtype=tl.float32)
-    running_sum = tl.zeros((BLOCK_S, BLOCK_G), dtype=tl.float32)
+    running_max = tl.full((BLOCK_G, BLOCK_S), float("-inf"), dtype=tl.float32)
+    running_sum = tl.zeros((BLOCK_G, BLOCK_S), dtype=tl.float32)
     for start in range(0, n_splits, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
-        p_partial = partial_ptr + ((row_head * n_splits + split)[:, None] * G + group[None, :]) * 2
-        m_partial = (split < n_splits)[:, None] & (group < G)[None, :]
-        b_max = tl.load(p_partial, mask=m_partial, other=float("-inf"))
-        b_sum = tl.load(p_partial + 1, mask=m_partial, other=0.0)
-        larger = tl.maximum(running_max, b_max, propagate_nan=tl.PropagateNan.ALL)
-        safe = tl.where(larger == float("-inf"), 0.0, larger)
-        running_sum = running_sum * tl.exp(running_max - safe) + b_sum * tl.exp(b_max - safe)
-        running_max = larger
-    return _log_total(running_max, running_sum)
+        p_partial = partial_ptr + (row_head * G + group[:, None]) * n_splits + split[None, :]
+        m_partial = (group < G)[:, None] & (split < n_splits)[None, :]
+        value = tl.load(p_partial, mask=m_partial, other=float("-inf"))
+        running_max, running_sum = _accumulated(running_max, running_sum, value)
+    return _log_total(running_max, running_sum, 1)
 
 
 @triton.jit
@@ -446,7 +441,7 @@ def combine_triton(lse: torch.Tensor, n_pages: torch.Tensor, rule: str) -> torch
     """Launch the kernels; arguments and result as in :func:`locks_hf.kernels.select.combine`."""
     batch, n_kv_heads, group, max_pages = lse.shape
     lse = lse.contiguous()
-    partial = torch.empty((batch * n_kv_heads, 1, group, 2), dtype=torch.float32, device=lse.device)
+    partial = torch.empty((batch * n_kv_heads, group, 1), dtype=torch.float32, device=lse.device)
     if rule != "mass":
         _normalizer_kernel[(batch * n_kv_heads * group,)](
             lse, n_pages, partial, max_pages, HG=n_kv_heads * group, BLOCK=1024, num_warps=4
@@ -525,6 +520,12 @@ class Search:
         """Arguments for the compiler."""
         return {"GROUP": _GROUP, "C": self.columns, "S": self.rows, "BLOCK_K": self.block_slots}
 
+    def runs(self) -> dict[str, int]:
+        """Arguments for the kernel with layouts chosen by hand: runs of eight values that a thread holds."""
+        warps = 4 if self.values <= 2048 else 8
+        groups, keys = (max(1, n // (256 * warps)) for n in (self.columns * self.rows, self.block_slots * _GROUP))
+        return {"GROUP": _GROUP, "C_GROUPS": groups, "C_KEYS": keys, "BLOCK_K": self.block_slots, "num_warps": warps}
+
 
 def select_step(
     lse: torch.Tensor,
@@ -572,46 +573,62 @@ def _launch_combine(
 ) -> None:
     """Fill ``value``, or in a decode step what is in ``step``."""
     n_kv_heads, group, max_pages = lse.shape[1:]
-    rows, n_splits = partial.shape[:2]
+    rows, _, n_splits = partial.shape
     ranked, lengths, added, page_size = step or (None,) * 4
     real = None if ranked is None else ranked.real
     n_keys = 0 if ranked is None else ranked.key.shape[1]
     # Every program reads all parts of the normalisers: one on each multiprocessor is enough.
     block, warps = (512, 4) if rows * (n_keys or max_pages) <= 1 << 17 else (1024, 8)
-    _combine_kernel[(triton.cdiv(n_keys or max_pages, block), rows)](
+    grid = (triton.cdiv(n_keys or max_pages, block), rows)
+    keys = (None, None) if ranked is None else (ranked.key, ranked.group_key)
+    sizes = {"H": n_kv_heads, "G": group, "BLOCK_G": triton.next_power_of_2(group), "P": page_size, "BLOCK": block}
+    options = {
+        "RULE": _RULE_CODES[rule],
+        "GROUP": _GROUP,
+        "HAS_REAL": real is not None,
+        "num_warps": warps,
+        **programmatic_launch(lse.device),
+    }
+    if step is not None and rule != "mass" and n_splits <= 1024 and not interpreting():
+        from .gluon import combine_kernel
+
+        block_splits = max(32, triton.next_power_of_2(n_splits))
+        arrays = (lse, partial, counts, real, *keys, lengths, added)
+        combine_kernel[grid](*arrays, max_pages, n_splits, n_keys, **sizes, **options, BLOCK_S=block_splits)
+        return
+    _combine_kernel[grid](
         lse,
         partial,
         counts,
         real,
         value,
-        None if ranked is None else ranked.key,
-        None if ranked is None else ranked.group_key,
+        *keys,
         lengths,
         added,
         max_pages,
         n_splits,
         n_keys,
-        H=n_kv_heads,
-        G=group,
-        BLOCK_G=triton.next_power_of_2(group),
-        P=page_size,
-        RULE=_RULE_CODES[rule],
-        BLOCK=block,
-        GROUP=_GROUP,
-        BLOCK_S=max(16, min(256, triton.next_power_of_2(n_splits))),
+        **sizes,
+        **options,
+        BLOCK_S=max(16, min(128, triton.next_power_of_2(n_splits))),
         STEP=step is not None,
-        HAS_REAL=real is not None,
-        **programmatic_launch(lse.device),
-        num_warps=warps,
     )
 
 
-def top_pages_triton(value: torch.Tensor, lengths: torch.Tensor, page_size: int, slots: int) -> torch.Tensor:
-    """Launch the kernels; arguments and result as in :func:`locks_hf.kernels.select.top_pages`."""
+def rank_pages(
+    value: torch.Tensor, lengths: torch.Tensor, page_size: int, counts: torch.Tensor | None = None
+) -> RankedPages:
+    """Keys for the choice of the pages of rows of some lengths.
+
+    Args:
+        value: As in :func:`locks_hf.kernels.select.top_pages`, and the others up to ``page_size``.
+        lengths: Likewise.
+        page_size: Likewise.
+        counts: As in :class:`RankedPages`.
+    """
     value = value.contiguous()
     batch, n_kv_heads, max_pages = value.shape
-    pages = torch.empty((batch, n_kv_heads, slots), dtype=torch.int32, device=value.device)
-    ranked = RankedPages.empty(batch * n_kv_heads, max_pages, value.device)
+    ranked = RankedPages.empty(batch * n_kv_heads, max_pages, value.device, counts)
     _key_kernel[(triton.cdiv(ranked.key.shape[1], 1024), batch * n_kv_heads)](
         value,
         lengths,
@@ -625,6 +642,14 @@ def top_pages_triton(value: torch.Tensor, lengths: torch.Tensor, page_size: int,
         BLOCK=1024,
         num_warps=4,
     )
+    return ranked
+
+
+def top_pages_triton(value: torch.Tensor, lengths: torch.Tensor, page_size: int, slots: int) -> torch.Tensor:
+    """Launch the kernels; arguments and result as in :func:`locks_hf.kernels.select.top_pages`."""
+    batch, n_kv_heads, max_pages = value.shape
+    ranked = rank_pages(value, lengths, page_size)
+    pages = torch.empty((batch, n_kv_heads, slots), dtype=torch.int32, device=value.device)
     _launch_choice(ranked, lengths, pages, max_pages * page_size + page_size - 1, page_size)
     return pages
 

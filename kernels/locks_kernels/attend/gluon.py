@@ -1,0 +1,416 @@
+"""Gluon kernel of a decode step's attention: every program chooses the pages, and attends those of its own slots.
+
+The same result as of the kernel in :mod:`.triton` over :func:`locks_hf.kernels.select.triton.best_pages`, with the
+layouts chosen by hand, because both are bound by latency: a pass of the search counts the keys in eight ranges at once
+and meets one barrier, keys of the cache go from global memory right into the registers that the tensor cores read, and
+the logits of a block meet in every warp, which then makes its own softmax.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name until Triton 3.6
+
+
+@gluon.constexpr_function
+def _keys_layout(repeats, warps):
+    """``(repeats, warps, 32, 8)``: runs of eight in a thread, then lanes, warps and repeats."""
+    registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4]]
+    registers += [[1 << i, 0, 0, 0] for i in range(repeats.bit_length() - 1)]
+    lanes = [[0, 0, 1 << i, 0] for i in range(5)]
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[0, 1 << i, 0, 0] for i in range(warps.bit_length() - 1)], [], [repeats, warps, 32, 8]
+    )
+
+
+@gluon.constexpr_function
+def _everywhere(shape, warps):
+    """All of a small array in the registers of every thread."""
+    registers = [
+        [1 << i if d == dim else 0 for d in range(len(shape))]
+        for dim in reversed(range(len(shape)))
+        for i in range(shape[dim].bit_length() - 1)
+    ]
+    none = [0] * len(shape)
+    return gl.DistributedLinearLayout(registers, [none] * 5, [none] * (warps.bit_length() - 1), [], shape)
+
+
+@gluon.constexpr_function
+def _one_a_warp(warps):
+    """One number a warp, in all of its lanes."""
+    return gl.DistributedLinearLayout([], [[0]] * 5, [[1 << i] for i in range(warps.bit_length() - 1)], [], [warps])
+
+
+@gluon.jit
+def _popcount(word):
+    return gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [word], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _largest(key, num_warps: gl.constexpr):
+    most = gl.max(gl.max(gl.max(key, axis=3), axis=0), axis=1)
+    return gl.max(gl.convert_layout(most, _everywhere([num_warps], num_warps)), axis=0)
+
+
+@gluon.jit
+def _total(count, num_warps: gl.constexpr):
+    """Sum of one number a warp and lane."""
+    return gl.sum(gl.convert_layout(gl.sum(count, axis=1), _everywhere([num_warps], num_warps)), axis=0)
+
+
+@gluon.jit
+def _meet(a, b, c, d, num_warps: gl.constexpr):
+    """Four numbers of each warp, those of all warps in every thread."""
+    WARP: gl.constexpr = _one_a_warp(num_warps)
+    a, b, c, d = (
+        gl.convert_layout(a, WARP),
+        gl.convert_layout(b, WARP),
+        gl.convert_layout(c, WARP),
+        gl.convert_layout(d, WARP),
+    )
+    parts = gl.join(gl.join(a, b), gl.join(c, d))
+    left, right = gl.split(gl.convert_layout(parts, _everywhere([num_warps, 2, 2], num_warps)))
+    a, b = gl.split(left)
+    c, d = gl.split(right)
+    return a, b, c, d
+
+
+@gluon.jit
+def _counts(key, first, shift, num_warps: gl.constexpr):
+    """How many keys reach ``first + (i << shift)``, for ``i`` from 1 to 7 in the halves of four words.
+
+    The high halves are of 4, 5, 6 and 7, the low ones of 1, 2 and 3 those of the second to the fourth word.
+    """
+    bucket = gl.minimum((gl.maximum(key, first) - first) >> shift, 7)
+    word = gl.sum(gl.full_like(bucket, 1) << (bucket * 4), axis=3)  # a thread's eight keys leave room in four bits
+    HALVES: gl.constexpr = 0x000F000F
+    n04 = gl.sum(gl.sum(word & HALVES, axis=0), axis=1)
+    n15 = gl.sum(gl.sum((word >> 4) & HALVES, axis=0), axis=1)
+    n26 = gl.sum(gl.sum((word >> 8) & HALVES, axis=0), axis=1)
+    n37 = gl.sum(gl.sum((word >> 12) & HALVES, axis=0), axis=1)
+    n04, n15, n26, n37 = _meet(n04, n15, n26, n37, num_warps)
+    # From each range on, within its half; then the lower ranges get what the upper ones have.
+    from3 = gl.sum(n37, axis=0)
+    from2 = gl.sum(n26, axis=0) + from3
+    from1 = gl.sum(n15, axis=0) + from2
+    from0 = gl.sum(n04, axis=0) + from1
+    rest = from0 >> 16
+    return from0, from1 + rest, from2 + rest, from3 + rest
+
+
+@gluon.jit
+def _threshold(key, wanted, low, count, near_low, num_warps: gl.constexpr):
+    """As of :func:`locks_hf.kernels.select.triton._threshold`, by counting in eight ranges a pass."""
+    high = _largest(key, num_warps) + 1
+    most = gl.where(near_low, 18, 24)  # the first pass: two octaves from below, or sixteen from above
+    HIGHEST: gl.constexpr = 0x80008000
+    wanted_twice = (wanted * 0x00010001).to(gl.uint32)
+    while (high - low > 1) & (count != wanted):
+        width = high - low
+        bits = ((width - 1).to(gl.float32).to(gl.int32, bitcast=True) >> 23) - 126
+        shift = gl.maximum(gl.minimum(bits - 3, most), 0)
+        from_above = (most == 24) & ((width - 1) >> (shift + 3).to(gl.uint32) > 0)
+        first = gl.where(from_above, high - (8 << shift).to(gl.uint32), low)
+        from0, from1, from2, from3 = _counts(key, first, shift.to(gl.uint32), num_warps)
+        # Whether as many as are wanted reach each of the ranges 1 to 7: counts are below 1 << 15, and so is `wanted`.
+        enough = ((from1 | HIGHEST) - wanted_twice) & HIGHEST
+        enough |= (((from2 | HIGHEST) - wanted_twice) & HIGHEST) >> 1
+        enough |= (((from3 | HIGHEST) - wanted_twice) & HIGHEST) >> 2
+        enough |= (((from0 | HIGHEST) - wanted_twice) & 0x80000000) >> 3
+        above = _popcount(enough)
+        word = gl.where(
+            (above & 2) > 0, gl.where((above & 1) > 0, from3, from2), gl.where((above & 1) > 0, from1, from0)
+        )
+        reached = ((word >> gl.where(above > 3, 16, 0).to(gl.uint32)) & 0xFFFF).to(gl.int32)
+        count = gl.where(above > 0, reached, count)
+        next_up = ((above + 1) << shift).to(gl.uint32)
+        high = gl.where((above < 7) & (next_up < high - first), first + next_up, high)
+        low = gl.where(above > 0, first + (above << shift).to(gl.uint32), low)
+        most = most * 0 + 29
+    return low, count
+
+
+@gluon.jit
+def _choose(key, index, wanted, low, count, near_low, num_warps: gl.constexpr):
+    """As of :func:`locks_hf.kernels.select.triton._choose`."""
+    low, count = _threshold(key, wanted, low, count, near_low, num_warps)
+    chosen = key >= low
+    if count != wanted:  # equal keys at the threshold
+        chosen = key > low
+        missing = wanted - _total(gl.sum(gl.sum(chosen.to(gl.int32), axis=3), axis=0), num_warps)
+        order = gl.where(key == low, 0x80000000 - index.to(gl.uint32), 0)
+        order = gl.where(missing > 0, order, 0)
+        first, _ = _threshold(order, missing, low * 0 + 1, count * 0 + (1 << 15), False, num_warps)
+        chosen = chosen | (order >= first)
+    return chosen, low
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _chosen_bits(chosen, C: gl.constexpr, KEYS: gl.constexpr):
+    """What a thread has chosen, as bits, and the bit of each key."""
+    run = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, KEYS))))
+    repeat = gl.arange(0, C, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, KEYS))))
+    position = repeat[:, None, None, None] * 8 + run[None, None, None, :]
+    bit = (gl.full_like(position, 1) << position).to(gl.uint32)
+    return gl.sum(gl.sum(gl.where(chosen, bit, 0), axis=3), axis=0), bit
+
+
+@gluon.jit
+def _before(bits, num_warps: gl.constexpr):
+    """How many keys the threads before have chosen."""
+    count = _popcount(bits)
+    LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [num_warps, 1], [1, 0])  # the same threads: scans want it
+    through = gl.associative_scan(gl.convert_layout(count, LANES), 1, _add)
+    ALL: gl.constexpr = _everywhere([num_warps], num_warps)
+    totals = gl.convert_layout(gl.sum(count, axis=1), ALL)
+    warp = gl.arange(0, num_warps, gl.SliceLayout(1, count.type.layout))
+    warps = gl.arange(0, num_warps, ALL)
+    before = gl.full_like(warp, 0)
+    for w in gl.static_range(num_warps - 1):
+        before += gl.where(warp > w, gl.sum(gl.where(warps == w, totals, 0), axis=0), 0)
+    return gl.convert_layout(through, count.type.layout) - count + gl.expand_dims(before, 1)
+
+
+@gluon.jit
+def _places(chosen, C: gl.constexpr, num_warps: gl.constexpr, KEYS: gl.constexpr):
+    """Another place for each chosen key, counting from 0."""
+    bits, bit = _chosen_bits(chosen, C, KEYS)
+    before = gl.expand_dims(gl.expand_dims(_before(bits, num_warps), 0), 3)
+    bits = gl.expand_dims(gl.expand_dims(bits, 0), 3)
+    return before + _popcount(bits & (bit - 1))
+
+
+@gluon.jit
+def _four_pages(chosen, page, place, C: gl.constexpr, num_warps: gl.constexpr, KEYS: gl.constexpr):
+    """The pages in the four places of the chosen ones from ``place`` on, -1 where there is none.
+
+    The places are those of :func:`_places`, but no key asks for its own: each thread looks for the bits with those
+    numbers.
+    """
+    bits, _ = _chosen_bits(chosen, C, KEYS)
+    run = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, KEYS))))
+    first = gl.sum(gl.where(run[None, None, None, :] == 0, page, 0), axis=3)  # page of each run
+    index = place - _before(bits, num_warps)
+    a, b = _page_of_bit(bits, index, first, C), _page_of_bit(bits, index + 1, first, C)
+    c, d = _page_of_bit(bits, index + 2, first, C), _page_of_bit(bits, index + 3, first, C)
+    a, b, c, d = _meet(gl.max(a, axis=1), gl.max(b, axis=1), gl.max(c, axis=1), gl.max(d, axis=1), num_warps)
+    return gl.max(a, axis=0), gl.max(b, axis=0), gl.max(c, axis=0), gl.max(d, axis=0)
+
+
+@gluon.jit
+def _page_of_bit(bits, index, first, C: gl.constexpr):
+    """The page of the set bit with a number, counting from the lowest; -1 where there is none."""
+    exists = (index >= 0) & (index < _popcount(bits))
+    position = index * 0
+    for i in gl.static_range(5):
+        if 16 >> i < 8 * C:
+            below = _popcount(bits & ((1 << (16 >> i)) - 1))
+            higher = index >= below
+            position += gl.where(higher, 16 >> i, 0)
+            index -= gl.where(higher, below, 0)
+            bits = gl.where(higher, bits >> (16 >> i), bits)
+    repeat = gl.arange(0, C, gl.SliceLayout(1, gl.SliceLayout(2, first.type.layout)))
+    run_page = gl.sum(gl.where(repeat[:, None, None] == gl.expand_dims(position >> 3, 0), first, 0), axis=0)
+    return gl.where(exists, run_page + (position & 7), -1)
+
+
+@gluon.jit
+def _forced(page, slot, wanted, n_total):
+    """What stands in a slot: the first page, the last or one of the others, of ``wanted`` in all."""
+    page = gl.where(slot == 0, 0, gl.where(slot == wanted - 1, n_total - 1, page))
+    return gl.where(slot < wanted, page, -1)
+
+
+@gluon.jit
+def _page_in(slot, p_pages, n_slots, one, two, three, four, FOUR: gl.constexpr):
+    """The page in a slot of the program, from registers if there are four."""
+    if FOUR:
+        page = gl.where(slot < 2, gl.where(slot < 1, one, two), gl.where(slot < 3, three, four))
+    else:
+        page = gl.load(p_pages + slot, mask=slot < n_slots, other=-1)
+    return page
+
+
+@gluon.jit
+def attend_kernel(
+    query_ptr,
+    keys_ptr,
+    values_ptr,
+    pages_ptr,
+    key_ptr,
+    group_key_ptr,
+    groups_ptr,
+    counts_ptr,
+    real_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    scaling,
+    slots,
+    slots_per_split,
+    n_splits,
+    capacity,
+    n_keys,
+    stride_query_row,
+    stride_query_head,
+    stride_kv_row,
+    stride_kv_head,
+    stride_kv_token,
+    H: gl.constexpr,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    P: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    HAS_REAL: gl.constexpr,
+    GROUP: gl.constexpr,
+    C_GROUPS: gl.constexpr,
+    C_KEYS: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    FOUR: gl.constexpr,
+    PDL: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Choose the pages of one (row, KV head), and attend those of a few slots."""
+    LOG2E: gl.constexpr = 1.4426950408889634
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, num_warps], [16, 8])
+    Q: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
+    K: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
+    WEIGHT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    V: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    HEAD: gl.constexpr = gl.SliceLayout(1, MMA)
+    VALUES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [num_warps, 1], [1, 0])
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    KEYS: gl.constexpr = _keys_layout(C_KEYS, num_warps)
+    GROUPS: gl.constexpr = _keys_layout(C_GROUPS, num_warps)
+    THREAD_RUN: gl.constexpr = 256 * num_warps
+
+    split = gl.program_id(0)
+    row_head = gl.program_id(1).to(gl.int64)
+    row = row_head // H
+    head = row_head % H
+    group_q = gl.arange(0, 16, gl.SliceLayout(1, Q))[:, None]
+    channel_q = gl.arange(0, D, gl.SliceLayout(0, Q))[None, :]
+    p_query = query_ptr + row * stride_query_row + (head * G + group_q) * stride_query_head + channel_q
+    query = gl.load(p_query, mask=(group_q < G) & (channel_q < D), other=0.0)
+    count = gl.load(counts_ptr + row)
+    added = 1
+    if HAS_REAL:
+        added = gl.load(real_ptr + row).to(gl.int32)
+    length = gl.minimum(count + added, capacity // P * P)
+    if PDL:  # the query and the counts are older than the kernel before, the keys of pages are not
+        gdc_wait()
+        gdc_launch_dependents()
+
+    # The choice, as of locks_hf.kernels.select.triton.best_pages.
+    start = split * slots_per_split
+    end = gl.minimum(start + slots_per_split, slots)
+    own = row_head * n_splits + split
+    p_pages = pages_ptr + own * slots_per_split
+    p_groups = groups_ptr + own * BLOCK_K
+    p_key = key_ptr + row_head * n_keys
+    n_total = (length + P - 1) // P
+    wanted = gl.minimum(slots, n_total)
+    others = gl.maximum(wanted - 2, 0)
+    n_candidates = (n_total + GROUP - 1) // GROUP
+    in_groups = n_candidates > slots
+    repeat = gl.arange(0, C_KEYS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, KEYS))))
+    warp = gl.arange(0, num_warps, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, KEYS))))
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, KEYS))))
+    run = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, KEYS))))
+    thread = repeat[:, None, None, None] * THREAD_RUN + warp[None, :, None, None] * 256 + lane[None, None, :, None] * 8
+    slot = thread // GROUP
+    candidate = slot
+    low = gl.to_tensor(1).to(gl.uint32)
+    bound = gl.maximum(n_total - 2, 0)
+    if in_groups:
+        g_repeat = gl.arange(0, C_GROUPS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, GROUPS))))
+        g_warp = gl.arange(0, num_warps, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, GROUPS))))
+        g_lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, GROUPS))))
+        g_run = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, GROUPS))))
+        index = g_repeat[:, None, None, None] * THREAD_RUN + g_warp[None, :, None, None] * 256
+        index = index + g_lane[None, None, :, None] * 8 + g_run[None, None, None, :]
+        biggest = gl.load(group_key_ptr + row_head * (n_keys // GROUP) + index, mask=index < n_keys // GROUP, other=0)
+        biggest = biggest.to(gl.uint32, bitcast=True)
+        # Each chosen group has a page that reaches the threshold, so that it bounds the search among their pages too.
+        chosen, low = _choose(biggest, index, others, low, n_candidates, False, num_warps)
+        gl.store(p_groups + _places(chosen, C_GROUPS, num_warps, GROUPS), index, mask=chosen)
+        n_candidates = others
+        bound = others * GROUP
+        barrier()
+        candidate = gl.load(p_groups + slot, mask=slot < others, other=0)
+    page = candidate * GROUP + (thread % GROUP + run[None, None, None, :])
+    key = gl.load(p_key + page, mask=(slot < n_candidates) & (run[None, None, None, :] >= 0), other=0)
+    key = key.to(gl.uint32, bitcast=True)
+    one, two, three, four = start * 0 - 1, start * 0 - 1, start * 0 - 1, start * 0 - 1
+    if others > 0:
+        chosen, low = _choose(key, page, others, low, bound, in_groups, num_warps)
+        if FOUR:
+            one, two, three, four = _four_pages(chosen, page, start - 1, C_KEYS, num_warps, KEYS)
+        else:
+            place = _places(chosen, C_KEYS, num_warps, KEYS) + 1
+            gl.store(p_pages + (place - start), page, mask=chosen & (place >= start) & (place < end))
+    if FOUR:
+        one, two = _forced(one, start, wanted, n_total), _forced(two, start + 1, wanted, n_total)
+        three, four = _forced(three, start + 2, wanted, n_total), _forced(four, start + 3, wanted, n_total)
+    else:
+        LINE: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+        for at in range(start, end, 32 * num_warps):
+            rest = at + gl.arange(0, 32 * num_warps, LINE)
+            m_rest = (rest == 0) | (rest >= wanted - 1)
+            gl.store(p_pages + (rest - start), _forced(rest * 0, rest, wanted, n_total), mask=m_rest & (rest < end))
+        barrier()
+
+    p_head = row * stride_kv_row + head * stride_kv_head
+    token_k = gl.arange(0, BLOCK_N, gl.SliceLayout(0, K))
+    channel_k = gl.arange(0, D, gl.SliceLayout(1, K))[:, None]
+    token_v = gl.arange(0, BLOCK_N, gl.SliceLayout(1, VALUES))
+    channel_v = gl.arange(0, D, gl.SliceLayout(0, VALUES))[None, :]
+    token_w = gl.arange(0, BLOCK_N, gl.SliceLayout(0, WEIGHT))
+    running_max = gl.full([16], float("-inf"), gl.float32, HEAD)
+    running_sum = gl.full([16], 0.0, gl.float32, HEAD)
+    out = gl.full([16, D], 0.0, gl.float32, MMA)
+    shared = gl.allocate_shared_memory(values_ptr.dtype.element_ty, [BLOCK_N, D], SHARED)
+    for at in range(start * P, end * P, BLOCK_N):  # BLOCK_N is a multiple of P
+        slot_k = (at + token_k) // P - start
+        page_k = _page_in(slot_k, p_pages, end - start, one, two, three, four, FOUR)
+        at_k = page_k.to(gl.int64) * P + (at + token_k) % P
+        slot_v = (at + token_v) // P - start
+        page_v = _page_in(slot_v, p_pages, end - start, one, two, three, four, FOUR)
+        at_v = page_v.to(gl.int64) * P + (at + token_v) % P
+        slot_w = (at + token_w) // P - start
+        page_w = _page_in(slot_w, p_pages, end - start, one, two, three, four, FOUR)
+        real_w = (page_w >= 0) & (page_w * P + (at + token_w) % P < length)
+        real_k = ((page_k >= 0) & (at_k < length))[None, :] & (channel_k < D)
+        real_v = ((page_v >= 0) & (at_v < length))[:, None] & (channel_v < D)
+        b_key = gl.load(keys_ptr + (p_head + at_k[None, :] * stride_kv_token + channel_k), mask=real_k, other=0.0)
+        b_value = gl.load(values_ptr + (p_head + at_v[:, None] * stride_kv_token + channel_v), mask=real_v, other=0.0)
+        logit = mma_v2(query, b_key, gl.full([16, BLOCK_N], 0.0, gl.float32, MMA)) * (scaling * LOG2E)
+        shared.store(b_value)
+        # All logits in every warp, laid out as the first operand of the next product.
+        logit = gl.convert_layout(logit, WEIGHT)
+        logit = gl.where(real_w[None, :], logit, float("-inf"))
+        larger = gl.maximum(running_max, gl.convert_layout(gl.max(logit, axis=1), HEAD))
+        safe = gl.where(larger == float("-inf"), 0.0, larger)
+        weight = gl.exp2(logit - gl.convert_layout(safe, gl.SliceLayout(1, WEIGHT))[:, None])
+        rescale = gl.exp2(running_max - safe)
+        running_sum = running_sum * rescale + gl.convert_layout(gl.sum(weight, axis=1), HEAD)
+        running_max = larger
+        out = mma_v2(weight.to(values_ptr.dtype.element_ty), shared.load(V), out * rescale[:, None])
+
+    # A split of empty slots only has sum 0: it stores a zero output with log-sum-exp -inf, which weighs nothing.
+    nothing = running_sum == 0
+    lse = gl.where(nothing, float("-inf"), (running_max + gl.log2(running_sum)) * 0.6931471805599453)
+    out = out / gl.where(nothing, 1.0, running_sum)[:, None]
+    group = gl.arange(0, 16, HEAD)
+    o_partial = own * G + group
+    gl.store(partial_lse_ptr + o_partial, lse, mask=group < G)
+    channel = gl.arange(0, D, gl.SliceLayout(0, MMA))[None, :]
+    gl.store(partial_out_ptr + (o_partial[:, None] * D + channel), out, mask=(group < G)[:, None] & (channel < D))
