@@ -10,6 +10,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from .attention import NAME
 from .graphs import StepGraphs
+from .linears import FastLinears
 
 # The changes in force on each model, oldest first. They end with the model, which they do not keep in memory.
 _in_force: weakref.WeakKeyDictionary[PreTrainedModel, list[_Change]] = weakref.WeakKeyDictionary()
@@ -18,12 +19,13 @@ _lock = threading.RLock()
 
 
 class _Change:
-    """What the configurations of a model had before they were switched, and its recorded decode steps."""
+    """What the configurations of a model had before they were switched, and what else was changed with them."""
 
     def __init__(self, model: PreTrainedModel):
         # Configurations are not hashable, and models may share them.
         self._before = [(config, config._attn_implementation_internal) for config in _configs(model)]
         self.graphs: StepGraphs | None = None
+        self.linears: FastLinears | None = None
 
     def undo(self) -> None:
         """Restore each configuration that no other change in force covers; leave the others to those changes."""
@@ -36,6 +38,8 @@ class _Change:
                 other._inherit(config, before)
         if self.graphs is not None:
             self.graphs.remove()
+        if self.linears is not None:
+            self.linears.remove()
 
     def _covers(self, config: PreTrainedConfig) -> bool:
         return any(own is config for own, _ in self._before)
@@ -63,7 +67,7 @@ class Patch:
                 self._change.undo()
 
 
-def patch(model: PreTrainedModel, *, cuda_graphs: bool = False) -> Patch:
+def patch(model: PreTrainedModel, *, cuda_graphs: bool = False, fast_linear: bool = False) -> Patch:
     """Switch a loaded decoder-only model to the attention implementation ``"locks"``.
 
     Works as a plain call, undone by :func:`unpatch`, and as a context manager::
@@ -72,7 +76,7 @@ def patch(model: PreTrainedModel, *, cuda_graphs: bool = False) -> Patch:
         with patch(model):
             model.generate(..., past_key_values=LocksCache(budget=2048))
 
-    Without ``cuda_graphs`` only the model's configuration changes; modules and weights are untouched anyway. In a
+    Without the options only the model's configuration changes; weights are untouched anyway. In a
     model with several parts, the language model alone is switched. Threads may patch and undo at the same time; the
     model is on ``"locks"`` while any of them has it patched.
 
@@ -81,13 +85,17 @@ def patch(model: PreTrainedModel, *, cuda_graphs: bool = False) -> Patch:
         cuda_graphs: Record decode steps on a LocksCache in CUDA graphs and replay them, instead of having ``generate``
             compile the model; see :mod:`locks_hf.graphs`. While it lasts the model's ``forward`` is wrapped. Elsewhere
             than on a CUDA device it changes nothing.
+        fast_linear: Compute the linear layers of steps of a few rows by a kernel that reads their weights at close to
+            the memory's bandwidth; see :mod:`locks_hf.linears`. While it lasts every plain ``nn.Linear`` of the model
+            is a subclass of it. Sums are rounded in another order than by ``nn.Linear``. Elsewhere than on a CUDA
+            device it changes nothing.
 
     Returns:
         A context manager that yields the model.
 
     Raises:
-        ValueError: If the model is not a Transformers model, is an encoder or encoder-decoder, or does not dispatch its
-            attention through Transformers' attention interface.
+        ValueError: If the model is not a Transformers model, is an encoder or encoder-decoder, does not dispatch its
+            attention through Transformers' attention interface, or has an option on already or nothing for it.
     """
     if not isinstance(model, PreTrainedModel):
         compiled = "; patch the model before it is compiled" if hasattr(model, "_orig_mod") else ""
@@ -101,6 +109,8 @@ def patch(model: PreTrainedModel, *, cuda_graphs: bool = False) -> Patch:
         raise ValueError(f"{name} attends in both directions: Locks supports causal language models")
     if cuda_graphs and any(change.graphs is not None for change in _in_force.get(model, [])):
         raise ValueError(f"the decode steps of this {name} are recorded already: undo that patch first")
+    if fast_linear and any(change.linears is not None for change in _in_force.get(model, [])):
+        raise ValueError(f"the linear layers of this {name} are fast already: undo that patch first")
     if not model._can_set_attn_implementation():
         raise ValueError(f"{name} does not use Transformers' attention interface, so its attention cannot be switched")
 
@@ -115,8 +125,14 @@ def patch(model: PreTrainedModel, *, cuda_graphs: bool = False) -> Patch:
         if text_config._attn_implementation != NAME:
             new.undo()
             raise ValueError(f"{name} did not accept the attention implementation {NAME!r}")
-        if cuda_graphs:
-            new.graphs = StepGraphs(model)
+        try:
+            if fast_linear:
+                new.linears = FastLinears(model)
+            if cuda_graphs:
+                new.graphs = StepGraphs(model)
+        except ValueError:
+            new.undo()
+            raise
         if model not in _in_force:
             _in_force[model] = []
             # A model that goes while it is patched may leave its configuration to others.

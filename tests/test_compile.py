@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 from transformers.generation.configuration_utils import CompileConfig
 
+from locks_hf import patch
 from tests.helpers import check_cache, left_pad, one_by_one, random_tokens, small_cache, tiny_model
 
 
@@ -83,6 +84,23 @@ def test_growing_past_the_capacity_compiles_anew_a_few_times(compiling):
     assert cache.get_seq_length() == 1519
     assert not counters["graph_break"]
     assert graphs() <= 3  # one for each of 1024, 1536 and 2304 tokens, or one for any
+
+
+@pytest.mark.parametrize("fast_linear", [False, True])
+def test_two_thousand_tokens_compile_nothing_after_the_first(compiling, fast_linear):
+    model = tiny_model("llama", max_position_embeddings=4096)
+    ids, cache = random_tokens(1, 20), small_cache(max_cache_len=2200)
+    compiled = []
+
+    def look(ids, scores, **kwargs):
+        compiled.append((graphs(), sum(counters["graph_break"].values()), counters["stats"]["calls_captured"]))
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    with patch(model, fast_linear=fast_linear):
+        model.generate(ids, past_key_values=cache, max_new_tokens=2001, stopping_criteria=[look], **compiling)
+    assert cache.get_seq_length() == 2020 and len(compiled) == 2001
+    # The first token is of the prefill, the second of the step that is compiled.
+    assert set(compiled[1:]) == {(1, 0, compiled[1][2])}
 
 
 def test_a_fixed_capacity_compiles_once_and_says_when_it_is_full(compiling):

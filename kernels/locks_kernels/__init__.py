@@ -7,8 +7,9 @@ Symbols used throughout: ``B`` batch rows, ``H`` KV heads, ``G`` query heads per
 from .attend import attend
 from .decode import decode_step
 from .layout import SummaryLayout
+from .linear import linear
 from .score import score
 from .select import combine, top_pages
 from .summarize import summarize
 
-__all__ = ["SummaryLayout", "attend", "combine", "decode_step", "score", "summarize", "top_pages"]
+__all__ = ["SummaryLayout", "attend", "combine", "decode_step", "linear", "score", "summarize", "top_pages"]

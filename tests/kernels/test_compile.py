@@ -13,13 +13,16 @@ if os.environ.get("TRITON_INTERPRET"):
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from locks_hf.kernels import SummaryLayout
+from locks_hf.kernels.attend.gluon import attend_kernel
 from locks_hf.kernels.attend.triton import _attend_combine_kernel, _attend_split_kernel, combine_options
 from locks_hf.kernels.decode.triton import _end_kernel
+from locks_hf.kernels.linear.triton import _linear_kernel
 from locks_hf.kernels.score.gluon import score_kernel
 from locks_hf.kernels.score.triton import _prepare_kernel, _score_kernel
+from locks_hf.kernels.select.gluon import combine_kernel
 from locks_hf.kernels.select.triton import (
     _combine_kernel,
     _key_kernel,
@@ -53,7 +56,7 @@ def compiled(kernel, capability, dtype="bf16", num_warps=4, num_stages=3, pointe
             signature[name] = {**POINTERS, **(pointers or {})}.get(name, f"*{dtype}")
         else:
             signature[name] = "fp32" if name in FLOATS else "i32"
-    kind = GluonASTSource if kernel is score_kernel else ASTSource
+    kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     constants = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = kind(fn=kernel, signature=signature, constexprs=constants)
     options = {"num_warps": num_warps, "maxnreg": maxnreg}
@@ -148,12 +151,37 @@ def test_large_pages_compile():
 def test_the_kernel_with_layouts_chosen_by_hand_compiles(capability, head_dim, rank, bits, group):
     kernel = compiled(
         score_kernel, capability, H=4, G=group, BLOCK_G=max(8, triton.next_power_of_2(group)), D=head_dim, P=16, R=rank,
-        BITS=bits, BLOCK_J=64, STEP=True, HAS_REAL=True, num_warps=4, maxnreg=128 if group <= 8 else None,
+        BITS=bits, BLOCK_J=64, STEP=True, HAS_REAL=True, num_warps=4, maxnreg=112 if group <= 8 else None,
         pointers={"basis_ptr": "*i8" if bits == 8 else "*u8"},
     )  # fmt: skip
     assert kernel.asm["cubin"]
     # Nothing moves between threads inside the loop: no barrier but those of the normalisers after it.
     assert kernel.asm["ptx"].count("bar.sync") <= 16
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("head_dim", "group", "groups", "keys", "warps", "four"),
+    [(64, 4, 1, 1, 4, True), (128, 8, 1, 2, 4, True), (128, 7, 2, 1, 8, False), (256, 16, 4, 4, 8, True)],
+)
+def test_the_choice_with_layouts_chosen_by_hand_compiles(capability, head_dim, group, groups, keys, warps, four):
+    sizes = {"H": 4, "G": group, "P": 16, "GROUP": 16}
+    attend = compiled(
+        attend_kernel, capability, D=head_dim, BLOCK_N=64 if head_dim <= 128 else 32, HAS_REAL=True, C_GROUPS=groups,
+        C_KEYS=keys, BLOCK_K=128, FOUR=four, num_warps=warps, **sizes,
+    )  # fmt: skip
+    combine = compiled(
+        combine_kernel, capability, BLOCK_G=triton.next_power_of_2(group), RULE=int(four), BLOCK=512, BLOCK_S=128,
+        HAS_REAL=True, **sizes,
+    )  # fmt: skip
+    assert attend.asm["cubin"]
+    assert attend.metadata.shared <= 99 * 1024
+    assert combine.asm["ptx"].count("bar.sync") <= 2  # the normalisers, and the largest of groups of pages
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_linear_compiles(capability):
+    assert compiled(_linear_kernel, capability, ROWS=2, BLOCK_N=2, BLOCK_K=4096, HAS_BIAS=True).asm["cubin"]
 
 
 @pytest.mark.parametrize("capability", [80, 90])
