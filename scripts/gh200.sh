@@ -8,7 +8,8 @@
 #
 # In full it takes hours, most of them prefills and long generations of dense attention. Interrupted, it goes on where it
 # was when started again. PYTHON chooses the interpreter, SHAPE another shape, STEP=eager captures the graphs without
-# compiling the model first, STAGES names the parts to run. DEVICE=cpu SHAPE=tiny tries the script out.
+# compiling the model first, LINEAR=torch keeps torch's linear layers in all arms (by default all but those of
+# Transformers itself have the fast ones), STAGES names the parts to run. DEVICE=cpu SHAPE=tiny tries the script out.
 set -euo pipefail
 short=${SHORT:-}
 output=${1:-runs/gh200${short:+-short}}
@@ -22,7 +23,8 @@ stages=${STAGES:-decode batched prefill longgen kernels generate}
 }
 
 common=(--shape "$shape" --device "$device")
-graph=(--step "${STEP:-compiled}")
+linear=(--linear "${LINEAR:-fast}")
+graph=(--step "${STEP:-compiled}" "${linear[@]}")
 if [ -n "$short" ]; then
   graph+=(--windows 1 --settle 1)
   contexts=(16K 128K 512K)
@@ -72,9 +74,9 @@ stage decode decode "${graph[@]}" --profile --contexts "${contexts[@]}"
 stage batched decode "${graph[@]}" --contexts "${batched_contexts[@]}" --batch "${batches[@]}" \
   --arms none dense locks-r4i4 locks-r8i4
 stage prefill prefill --contexts "${prompts[@]}" --chunk 8K --repeats "$repeats"
-stage longgen longgen --step "${STEP:-compiled}" --prompt "$prompt" --new "$new" --arms "${long_arms[@]}"
+stage longgen longgen --step "${STEP:-compiled}" "${linear[@]}" --prompt "$prompt" --new "$new" --arms "${long_arms[@]}"
 stage kernels kernels --contexts "${kernel_contexts[@]}"
-stage generate generate "${generate[@]}"
+stage generate generate "${linear[@]}" "${generate[@]}"
 
 if [ ${#runs[@]} -gt 0 ]; then
   "$python" -m locks_hf.timing report "${runs[@]}" --output "$output"

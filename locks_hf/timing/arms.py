@@ -12,7 +12,7 @@ import gc
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from locks_hf import LocksCache, patch
 from locks_hf.config import LocksConfig
 from locks_hf.kernels import SummaryLayout
+from locks_hf.linears import fast_linears
 
 from .backends import DENSE, PAGE, Backend, Held, attending, make_backend, registered
 from .clock import WARM_UP, Clock
@@ -121,6 +122,7 @@ class Bench:
         dtype: Of keys and values.
         budget: Tokens attended by Locks and Quest.
         refit: As of :class:`LocksCache`.
+        fast_linear: Whether the model's linear layers are fast, in all arms but those of Transformers itself.
         fill: ``"synthetic"`` or ``"prefill"``.
         chunk: Tokens a forward pass of a prefill.
         seed: Of contexts.
@@ -134,6 +136,7 @@ class Bench:
     dtype: torch.dtype
     budget: int = 2048
     refit: bool = True
+    fast_linear: bool = False
     fill: str = "synthetic"
     chunk: int = 8192
     seed: int = 0
@@ -147,6 +150,10 @@ class Bench:
         """An empty cache of a Locks arm."""
         rank, bits = arm.locks
         return LocksCache(rank=rank, basis_bits=bits, budget=self.budget, refit=self.refit, max_cache_len=capacity)
+
+    def linears(self) -> AbstractContextManager[None]:
+        """The model's linear layers as an arm of the harness has them, until the end of the block."""
+        return fast_linears(self.model) if self.fast_linear else nullcontext()
 
     def load(self, cache, batch: int, length: int, implementation: str) -> None:
         """Fill an empty cache with a context, for a model on ``implementation``."""
@@ -288,6 +295,7 @@ def _held_session(stack: ExitStack, bench: Bench, arm: Arm, context: int, batch:
     if arm.name != "none":
         backend.bind(shared.get(arm))
     stack.enter_context(registered(bench.model))
+    stack.enter_context(bench.linears())
     stack.enter_context(attending(backend))
     step = Step(bench.compiler.function, bench.model, batch, context - 1, bench.device, None)
     facts = {"attends": f"{context} tokens, fixed"}
@@ -305,6 +313,7 @@ def _locks_session(stack: ExitStack, bench: Bench, arm: Arm, context: int, batch
     bench.load(cache, batch, context, "locks")
     mark_growing(cache)
     stack.enter_context(on(bench.model, "locks"))
+    stack.enter_context(bench.linears())
     step = Step(bench.compiler.function, bench.model, batch, context, bench.device, cache)
 
     def rewind(steps: int) -> None:

@@ -246,9 +246,12 @@ class FlashInferBackend(Backend):
         ]
         wrapper_type = self._module.BatchDecodeWithPagedKVCacheWrapper
         self._workspace = torch.zeros(256 << 20, dtype=torch.uint8, device=device)
+        # Its FlashAttention-3 kernels, the default on Hopper, do not split one row's KV over the GPU.
+        backend = {"backend": "fa2"} if "backend" in inspect.signature(wrapper_type.__init__).parameters else {}
         self._wrapper = wrapper_type(
             self._workspace,
             "HND",
+            **backend,
             use_cuda_graph=True,
             use_tensor_cores=True,
             paged_kv_indptr_buffer=torch.empty_like(indptr),
@@ -286,22 +289,17 @@ class FlashInferBackend(Backend):
 
 
 class NoAttention(Backend):
-    """Nothing at all: what a step costs around its attention. It needs no held context."""
+    """Nothing but an output to go on with: what a step costs around its attention. It needs no held context."""
 
     name = "none"
-    note = "attention replaced by nothing: what the step costs around it"
-
-    def __init__(self):
-        self._out: torch.Tensor | None = None
+    note = "attention replaced by a fill of its output: what the step costs around it"
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """The same finite memory for every layer, so that not even a copy is timed."""
+        """See :meth:`Backend.attend`. Memory of its own each time: the compiler reuses what it was given."""
         batch, heads, _, head_dim = query.shape
-        if self._out is None or self._out.shape != (batch, 1, heads, head_dim):
-            self._out = torch.randn((batch, 1, heads, head_dim), dtype=query.dtype, device=query.device) * 0.1
-        return self._out
+        return query.new_full((batch, 1, heads, head_dim), 0.1)
 
 
 class QuestBackend(Backend):

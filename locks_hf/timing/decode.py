@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from itertools import product
 
 from .arms import GPU_GROUPS, Arm, Bench, HeldContext, needs, open_session, parse_arms
 from .harness import Protocol, many_arms, measure
 from .profile import profile_steps
 from .run import Run, add_options, open_run, plan_memory, positive, progress, protocol_of, say, tokens
+from .store import cell_key
 from .tables import decode_table, profile_table
 
 _ORDER = {"held": 0, "locks": 1, "user": 2}  # the arms that share a context follow each other
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "quest, locks-r4i4, locks-r8i4), each of these by name, math, locks-r<rank>i<bits>, dynamic and static (what "
         "Transformers does by itself)",
     )
-    parser.add_argument("--profile", action="store_true", help="profile three steps of each cell after it was timed")
+    parser.add_argument("--profile", action="store_true", help="profile three steps of each cell when all are timed")
 
 
 def run(args: argparse.Namespace, command: str) -> str:
@@ -42,6 +44,7 @@ def run(args: argparse.Namespace, command: str) -> str:
     settings = {
         "step": args.step,
         "compile_mode": args.compile_mode,
+        "linear": args.linear,
         "fill": args.fill,
         "chunk": args.chunk if args.fill == "prefill" else None,
         "protocol": protocol.asdict(),
@@ -67,12 +70,9 @@ def _measure(this: Run, protocol: Protocol) -> None:
             places.append(arm)
     refused = plan_memory(this, cells)
     this.begin({"contexts": args.contexts, "batches": args.batch, "arms": [arm.name for arm in arms]})
-    todo = [place for place, (cell, _) in enumerate(cells) if not this.store.has(cell)]
-    if not todo:
-        return
-    bench, shared, where = None, None, None
-    with many_arms(), progress(len(cells)) as bar:
-        bar.update(len(cells) - len(todo))
+
+    def sweep(todo: list[int], measure_one: Callable[..., dict]) -> None:
+        bench, shared, where = None, None, None
         for place in todo:
             cell, arm = cells[place][0], places[place]
             reason = None
@@ -80,28 +80,48 @@ def _measure(this: Run, protocol: Protocol) -> None:
                 reason = ("absent", absent[arm.name])
             elif place in refused:
                 reason = ("does not fit", refused[place])
-            elif bench is None:
-                bench = this.bench(protocol, fill=args.fill, chunk=args.chunk)
+            elif not benches:
+                benches.append(this.bench(protocol, fill=args.fill, chunk=args.chunk))
+            bench = benches[0] if benches else None
             if where != (cell["context"], cell["batch"]):
                 where = (cell["context"], cell["batch"])
                 if shared is not None:
                     shared.drop()
-                shared = None if bench is None else HeldContext(bench, *where)
+                shared = None
             if shared is None and bench is not None:
                 shared = HeldContext(bench, *where)
             bar.set_postfix_str(f"{arm.name} {where[0]}x{where[1]}")
-            this.attempt(cell, reason, _time, this, bench, arm, shared, *where)
+            this.attempt(cell, reason, measure_one, this, bench, arm, shared, *where)
             bar.update()
+
+    benches: list[Bench] = []  # made when the first cell needs it
+    todo = [place for place, (cell, _) in enumerate(cells) if not this.store.has(cell)]
+    with many_arms(), progress(len(cells) * (2 if args.profile else 1)) as bar:
+        bar.update(len(cells) - len(todo))
+        sweep(todo, _time)
+        if args.profile:
+            # After all timing: once used, the profiler adds to every launch, for as long as the process lives.
+            timed = {cell_key(cell["cell"]): cell for cell in this.store.cells if cell["status"] == "ok"}
+            todo = [place for place, (cell, _) in enumerate(cells) if "profile" not in timed.get(cell_key(cell), {})]
+            todo = [place for place in todo if cell_key(cells[place][0]) in timed]
+            bar.update(len(cells) - len(todo))
+            sweep(todo, _profile)
 
 
 def _time(this: Run, bench: Bench, arm: Arm, shared: HeldContext, context: int, batch: int) -> dict:
     with open_session(bench, arm, context, batch, shared) as session:
         values = measure(session, this.clock, this.monitor, bench.protocol)
-        values |= {**session.facts, "tokens_per_s": batch * 1e3 / values["ms_mean"]}
-        if this.args.profile:
-            try:
-                values["profile"] = profile_steps(session, this.clock)
-            except RuntimeError as error:  # a profiler that may not run here costs no timing
-                say(f"no profile: {error}")
-                values["profile"] = None
-        return values
+        return {**values, **session.facts, "tokens_per_s": batch * 1e3 / values["ms_mean"]}
+
+
+def _profile(this: Run, bench: Bench, arm: Arm, shared: HeldContext, context: int, batch: int) -> dict:
+    """What :func:`_time` gave, and a profile; ``None`` if there is none to be had, which costs no timing."""
+    key = cell_key({"context": context, "batch": batch, "arm": arm.name})
+    timed = next(cell for cell in this.store.cells if cell_key(cell["cell"]) == key)
+    profile = None
+    try:
+        with open_session(bench, arm, context, batch, shared) as session:
+            profile = profile_steps(session, this.clock)
+    except (RuntimeError, ValueError) as error:  # out of memory among them
+        say(f"no profile: {error}")
+    return {**{name: value for name, value in timed.items() if name not in ("cell", "status")}, "profile": profile}

@@ -27,7 +27,7 @@ HOW = ("compile", "graphs")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
-    add_options(parser)
+    add_options(parser, generates=True)
     parser.add_argument("--contexts", type=tokens, nargs="+", default=[128 << 10], metavar="TOKENS")
     parser.add_argument("--batch", type=positive, nargs="+", default=[1])
     parser.add_argument("--arms", nargs="+", default=["locks-r4i4", "dynamic"], metavar="ARM")
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, command: str) -> str:
         raise ValueError(f"--skip {args.skip} leaves nothing of --new {args.new}")
     if min(args.contexts) < 2:
         raise ValueError("generate needs contexts of at least 2 tokens")
-    settings = {"new": args.new, "skip": args.skip, "fill": args.fill}
+    settings = {"new": args.new, "skip": args.skip, "fill": args.fill, "linear": args.linear}
     this = open_run(args, command, "generate", settings)
     with this.store:
         _measure(this)
@@ -132,7 +132,8 @@ def time_generate(bench: Bench, arm: Arm, cell: dict, new: int, skip: int) -> di
     ends, settings.eos_token_id = settings.eos_token_id, None
     bench.clock.wait()
     try:
-        with patch(model, cuda_graphs=cell["how"] == "graphs") if arm.locks else on(model, "sdpa"):
+        graphs = cell["how"] == "graphs"
+        with patch(model, cuda_graphs=graphs, fast_linear=bench.fast_linear) if arm.locks else on(model, "sdpa"):
             start = time.perf_counter()
             output = model.generate(
                 prompt,

@@ -56,6 +56,7 @@ def run(args: argparse.Namespace, command: str) -> str:
     settings = {
         "step": args.step,
         "compile_mode": args.compile_mode,
+        "linear": args.linear,
         "fill": args.fill,
         "every": args.every,
         "bucket": args.bucket,
@@ -175,7 +176,7 @@ def _grow(bench: Bench, arm: Arm, args: argparse.Namespace, shared: HeldContext,
     intervals = _Intervals(bench, args.every, bar)
     done, growths, growth_ms, capture_s, captures, replay = 0, 0, 0.0, 0.0, 0, None
     spare = 2 * (WARM_UP + 1) + 2  # what warm-up and capture believe to need, although the tokens are taken back
-    with on(bench.model, "locks"):
+    with on(bench.model, "locks"), bench.linears():
         step = Step(bench.compiler.function, bench.model, 1, args.prompt, bench.device, cache)
         while done < args.new:
             layers = cache.locks_layers
@@ -226,7 +227,7 @@ def _buckets(bench: Bench, arm: Arm, args: argparse.Namespace, shared: HeldConte
     backend = make_backend(arm.name, bench.budget, bench.device)
     if (reason := backend.unavailable(bench.device)) is not None:
         raise ValueError(f"{arm.name} is not available: {reason}")
-    with registered(bench.model), attending(backend):
+    with registered(bench.model), bench.linears(), attending(backend):
         step = Step(bench.compiler.function, bench.model, 1, args.prompt, bench.device, None)
         for first in range(0, args.new, args.bucket):
             steps = min(args.bucket, args.new - first)

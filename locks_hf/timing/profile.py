@@ -11,12 +11,15 @@ from .harness import Session
 
 # The first that a kernel's name matches. Quest's score is a matrix product, which names cannot tell from a weight's.
 _TERMS = (
-    ("attend", r"_attend_|_end_kernel"),
-    ("score", r"\bscore_kernel|_score_kernel|_prepare_kernel"),
-    ("select", r"_combine_kernel|_normalizer_kernel|_key_kernel|_top_pages_kernel|_search_pages_kernel"),
-    ("append", r"_append_kernel|_summarize_kernel"),
     ("dense", r"(?i)flash|fmha|sdpa|batchdecode|batchprefill|persistent.*paged|mergestates"),
-    ("weights", r"(?i)gemm|gemv|cutlass|cublas|nvjet|splitk|xmma|_mm_|_mm\b"),
+    ("attend", r"_attend_|\battend_kernel|_end_kernel"),
+    ("score", r"\bscore_kernel|_score_kernel|_prepare_kernel"),
+    (
+        "select",
+        r"\bcombine_kernel|_combine_kernel|_normalizer_kernel|_key_kernel|_top_pages_kernel|_search_pages_kernel",
+    ),
+    ("append", r"_append_kernel|_summarize_kernel"),
+    ("weights", r"(?i)_linear_kernel|gemm|gemv|cutlass|cublas|nvjet|splitk|xmma|_mm_|_mm\b"),
 )
 TERMS = (*(name for name, _ in _TERMS), "other", "gaps")
 _TOP = 30  # kernels listed one by one

@@ -87,6 +87,10 @@ def make_report(directories: Sequence[Path]) -> tuple[str, Cells]:
                     f"{directory} has {name} {config.get(name)!r} and {directories[0]} {first.get(name)!r}: report "
                     "them apart"
                 )
+    linear = {config["linear"]: directory for config, _, _, directory in runs if "linear" in config}
+    if len(linear) > 1:
+        where = " and ".join(f"{kind} in {directory}" for kind, directory in linear.items())
+        raise ValueError(f"linear layers are {where}: report them apart")
     cells: Cells = {}
     for config, found, _, directory in runs:
         here = cells.setdefault(config["timing"], [])
@@ -130,7 +134,7 @@ def _conditions(runs: list[tuple[dict, list[dict], list[dict], Path]]) -> str:
     lines.append(
         f"{shape['name']} ({shape['layers']} layers, {shape['heads']} query and {shape['kv_heads']} KV heads, head_dim "
         f"{shape['head_dim']}), {weights}, {config['dtype']}, budget {config['budget']}, summaries "
-        f"{'refitted' if config.get('refit') else 'by C = D V'}."
+        f"{'refitted' if config.get('refit') else 'by C = D V'}{_linears(runs)}."
     )
     seen = []
     for _, _, environments, _ in runs:
@@ -149,6 +153,14 @@ def _conditions(runs: list[tuple[dict, list[dict], list[dict], Path]]) -> str:
         absent |= {c["cell"]["arm"]: c.get("reason", "") for c in cells if c["status"] == "absent"}
     lines += ["", *(f"Absent: {parse_arm(name).label}: {reason}." for name, reason in absent.items())]
     return "\n".join(lines).rstrip()
+
+
+def _linears(runs: list[tuple[dict, list[dict], list[dict], Path]]) -> str:
+    known = next((config["linear"] for config, _, _, _ in runs if "linear" in config), None)
+    where = "of every arm but Transformers' own"
+    return {"fast": f", linear layers {where} by patch(fast_linear=True)", "torch": ", linear layers by torch"}.get(
+        known, ""
+    )
 
 
 def _beside_paper(cells: Cells, banner: str) -> list[str]:

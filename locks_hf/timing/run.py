@@ -27,6 +27,7 @@ from .store import CellStore
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _EXTRA_PACKAGES = ("fa3-fwd", "flash-attn", "flash-attn-3", "flashinfer-python", "nvidia-ml-py", "matplotlib")
+LINEARS = ("torch", "fast")
 NOT_A_MEASUREMENT = "CPU, tiny shape: a trial of the command, not a measurement of anything"
 
 
@@ -73,7 +74,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def add_options(parser: argparse.ArgumentParser, *, windows: bool = False) -> None:
+def add_options(parser: argparse.ArgumentParser, *, windows: bool = False, generates: bool = False) -> None:
     """Add what all measuring subcommands take."""
     parser.add_argument(
         "--shape",
@@ -92,6 +93,14 @@ def add_options(parser: argparse.ArgumentParser, *, windows: bool = False) -> No
     parser.add_argument("--output", type=Path, metavar="DIR", help="run directory (default: under runs/)")
     parser.add_argument("--overwrite", action="store_true", help="replace the run that is in the directory")
     parser.add_argument("--retry", action="store_true", help="measure cells of an earlier run again that failed")
+    if windows or generates:
+        parser.add_argument(
+            "--linear",
+            choices=LINEARS,
+            default="torch",
+            help="linear layers of every arm but those of Transformers itself: torch's, or those of "
+            "patch(model, fast_linear=True)",
+        )
     if windows:
         parser.add_argument(
             "--step",
@@ -188,6 +197,7 @@ class Run:
             self.dtype,
             budget=args.budget,
             refit=not args.no_refit,
+            fast_linear=getattr(args, "linear", "torch") == "fast",
             seed=args.seed,
             **options,
         )

@@ -50,7 +50,9 @@ def fastest_dense(cells: Sequence[dict], context: int, batch: int) -> dict | Non
 
 
 def speedup(cells: Sequence[dict], cell: dict) -> float | None:
-    """How many times faster a cell is than the fastest dense one of the same context and batch."""
+    """How many times faster a cell is than the fastest dense one of the same context and batch; of none, nothing."""
+    if cell["cell"]["arm"] == "none":
+        return None
     dense = fastest_dense(cells, cell["cell"]["context"], cell["cell"]["batch"])
     return None if dense is None else dense["ms_mean"] / cell["ms_mean"]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from locks_hf import linears
 from locks_hf.timing import arms, decode, fill, run
 from locks_hf.timing.__main__ import main
 from locks_hf.timing.harness import Compiler, many_arms
@@ -45,6 +46,50 @@ def test_decode_times_every_arm_at_every_context_and_batch(tmp_path, capsys):
     assert results["measurement"] is False
     assert results["command"].startswith("python -m locks_hf.timing decode --shape tiny")
     assert {"git", "packages", "device", "driver"} <= set(results["environments"][0])
+
+
+def test_cells_are_profiled_when_all_are_timed_and_keep_their_times(tmp_path, monkeypatch):
+    order = []
+    real = decode.measure
+    monkeypatch.setattr(decode, "measure", lambda *rest: (order.append("timed"), real(*rest))[1])
+
+    def profile_steps(session, clock):
+        order.append("profiled")
+        if order.count("profiled") == 2:
+            raise RuntimeError("no profiler here")
+        return {"span_us": 1.0, "kernels": 1.0, "terms_us": {}, "top": []}
+
+    monkeypatch.setattr(decode, "profile_steps", profile_steps)
+    monkeypatch.setattr(decode, "profile_table", lambda cells: "")
+    arguments = ("--contexts", "100", "--arms", "none", "math", "locks-r4i4")
+    assert decode_run(tmp_path, *arguments) == 0
+    times = [cell["ms_mean"] for cell in cells_of(tmp_path)]
+    assert decode_run(tmp_path, *arguments, "--profile") == 0
+    assert order == ["timed"] * 3 + ["profiled"] * 3
+    cells = cells_of(tmp_path)[-3:]
+    assert [cell["ms_mean"] for cell in cells] == times
+    assert [cell["status"] for cell in cells] == ["ok"] * 3
+    assert [cell["profile"] is None for cell in cells] == [False, True, False]
+    assert decode_run(tmp_path, *arguments, "--profile") == 0  # nothing is left to do
+    assert len(order) == 6
+
+
+@pytest.mark.parametrize("command", ["decode", "longgen", "generate"])
+def test_linear_layers_may_be_fast_in_every_arm(tmp_path, monkeypatch, command):
+    fast = []
+    real = linears.linear
+    monkeypatch.setattr(linears, "linear", lambda *args: (fast.append(1), real(*args))[1])
+    more = {
+        "decode": ("--contexts", "100", "--arms", "none", "math", "locks-r4i4", "dynamic"),
+        "longgen": ("--prompt", "64", "--new", "12", "--arms", "math", "locks-r4i4"),
+        "generate": ("--contexts", "100", "--new", "6", "--skip", "2"),
+    }[command]
+    quick = TINY if command == "generate" else (*TINY, "--step", "eager")
+    for linear in ("torch", "fast"):
+        folder = tmp_path / linear
+        assert main([command, *quick, "--output", str(folder), "--linear", linear, *more]) == 0
+        assert bool(fast) is (linear == "fast")
+        assert {cell["status"] for cell in cells_of(folder)} == {"ok"}
 
 
 def test_an_interrupted_sweep_goes_on_with_what_is_missing(tmp_path, monkeypatch):

@@ -173,5 +173,13 @@ def test_runs_that_cannot_stand_in_one_table_are_refused(tmp_path, change, messa
         make_report(runs)
 
 
+def test_linear_layers_are_named_and_not_mixed(tmp_path):
+    runs = [write_run(tmp_path / kind, "decode", DECODE[:1], linear=kind) for kind in ("fast", "torch")]
+    assert "linear layers of every arm but Transformers' own by patch(fast_linear=True)." in make_report(runs[:1])[0]
+    assert "linear layers by torch." in make_report(runs[1:])[0]
+    with pytest.raises(ValueError, match=r"linear layers are fast in .* and torch in"):
+        make_report(runs)
+
+
 def test_nothing_is_drawn_of_nothing(tmp_path):
     assert plot.plot_runs({"kernels": []}, tmp_path) == []
