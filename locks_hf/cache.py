@@ -6,6 +6,8 @@ import copy
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import cache_utils
 from transformers.cache_utils import (
@@ -162,17 +164,16 @@ class LocksLayer(CacheLayerMixin):
                         real[:, step] = mask.cpu()
             else:  # compiled steps leave no note of which were padding: they are taken to be the first
                 real = torch.arange(steps) >= (steps - added)[:, None]
-        for step in range(steps):
-            now = [
-                length + (step + 1 if real is None else int(real[row, : step + 1].sum()))
-                for row, length in enumerate(before)
-            ]
-            if max(now) > config.page_size * config.page_slots:
-                self.counters.add_sparse(
-                    now, self.n_kv_heads, config.page_size, config.page_slots, None, self.score_bytes(now)
-                )
-            else:
-                self.counters.add_dense(now, self.n_kv_heads)
+        new = np.ones((len(lengths), steps), dtype=np.int64) if real is None else real.numpy()
+        now = np.array(before)[:, None] + np.cumsum(new, axis=1)  # tokens of each row after each step
+        sparse = now.max(axis=0) > config.page_size * config.page_slots
+        if not sparse.all():
+            self.counters.add_dense(now[:, ~sparse], self.n_kv_heads)
+        if sparse.any():
+            now = now[:, sparse]
+            self.counters.add_sparse(
+                now, self.n_kv_heads, config.page_size, config.page_slots, None, self.score_bytes(now)
+            )
         self._ledger.append(steps, real)
         self._summarized = [length // config.page_size for length in self._ledger.lengths]
         # A step that is prepared or noted may not have reached the device yet.
@@ -655,9 +656,9 @@ class LocksLayer(CacheLayerMixin):
 
     # Accounting
 
-    def score_bytes(self, lengths: list[int]) -> int:
-        """Bytes read in a sparse step to score the pages before the most recent ones of rows of the given lengths."""
-        n_pages = sum(max(0, length - 1) // self.config.page_size for length in lengths)
+    def score_bytes(self, lengths: npt.ArrayLike) -> int:
+        """Bytes read in sparse steps to score the pages before the most recent ones of rows of the given lengths."""
+        n_pages = int((np.maximum(np.asarray(lengths) - 1, 0) // self.config.page_size).sum())
         head_dim = self._key_buffer.shape[3]
         return self.n_kv_heads * self.selector.score_bytes(self.config, n_pages, head_dim, self.dtype)
 

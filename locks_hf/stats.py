@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -69,41 +71,53 @@ class LayerCounters:
         """Count ``tokens`` logical prefill tokens."""
         self.prefill_tokens += tokens
 
-    def add_dense(self, lengths: list[int], n_kv_heads: int) -> None:
-        """Count a dense decode step over rows of the given lengths."""
-        self.dense_steps += 1
-        self.rows_attending += len(lengths)
-        self._host_tokens += sum(lengths) * n_kv_heads
+    def add_dense(self, lengths: npt.ArrayLike, n_kv_heads: int) -> None:
+        """Count dense decode steps.
+
+        Args:
+            lengths: Tokens that each row attends, ``(B,)`` in one step or ``(B, steps)``.
+            n_kv_heads: KV heads.
+        """
+        lengths = _by_step(lengths)
+        self.dense_steps += lengths.shape[1]
+        self.rows_attending += lengths.size
+        self._host_tokens += int(lengths.sum()) * n_kv_heads
 
     def add_sparse(
         self,
-        lengths: list[int],
+        lengths: npt.ArrayLike,
         n_kv_heads: int,
         page_size: int,
         slots: int,
         pages: torch.Tensor | None,
         score_bytes: int,
     ) -> None:
-        """Count a sparse decode step.
+        """Count sparse decode steps.
 
         Args:
-            lengths: Cached tokens of each row.
+            lengths: Cached tokens of each row, ``(B,)`` in one step or ``(B, steps)``.
             n_kv_heads: KV heads.
             page_size: Tokens a page.
             slots: Page slots that are all used where a row has the pages.
-            pages: Selected pages ``(B, H, slots)`` to be counted on the device instead, or ``None``.
-            score_bytes: Bytes read to score pages.
+            pages: Selected pages ``(B, H, slots)`` of one step, to be counted on the device instead, or ``None``.
+            score_bytes: Bytes read to score pages, in all steps.
         """
-        self.sparse_steps += 1
-        self.rows_attending += len(lengths)
+        lengths = _by_step(lengths)
+        self.sparse_steps += lengths.shape[1]
+        self.rows_attending += lengths.size
         self.score_bytes += score_bytes
         # The most recent page is always attended, and only its real tokens are.
-        missing = sum(-length % page_size for length in lengths)
+        missing = int((-lengths % page_size).sum())
         if pages is None:
-            used = sum(min(slots, -(-length // page_size)) for length in lengths)
+            used = int(np.minimum(slots, -(-lengths // page_size)).sum())
             self._host_tokens += (used * page_size - missing) * n_kv_heads
         else:
             self._host_tokens -= missing * n_kv_heads
             used_on_device = (pages >= 0).sum() * page_size
             known = self._device_tokens
             self._device_tokens = used_on_device if known is None else known + used_on_device
+
+
+def _by_step(lengths: npt.ArrayLike) -> np.ndarray:
+    lengths = np.asarray(lengths, dtype=np.int64)
+    return lengths if lengths.ndim == 2 else lengths[:, None]
