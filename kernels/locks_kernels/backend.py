@@ -36,6 +36,7 @@ def _choice() -> str:
     return choice
 
 
+@functools.cache
 def _cuda_obstacle(device: torch.device) -> str | None:
     """Why the Triton kernels cannot run on this CUDA device, or ``None`` if they can."""
     if triton is None:
@@ -72,6 +73,16 @@ def implementation(device: torch.device) -> str:
     if device.type == "cpu":
         return "triton" if interpreting() else "cpu"
     return "reference"
+
+
+@torch.compiler.assume_constant_result
+def has_kernels(device: torch.device) -> bool:
+    """Whether the Triton kernels run on ``device``, for ops that are as well done without."""
+    if _choice() == "reference":
+        return False
+    if device.type == "cuda":
+        return _cuda_obstacle(device) is None
+    return device.type == "cpu" and interpreting()
 
 
 def use_triton(device: torch.device) -> bool:

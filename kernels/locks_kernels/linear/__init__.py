@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..backend import interpreting
+from ..backend import has_kernels
 
 __all__ = ["MOST_ROWS", "linear"]
 
@@ -16,9 +16,9 @@ MOST_ROWS = 2
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight.T + bias``, accumulated in float32.
 
-    On a CUDA device of compute capability 8.0 or later, for up to :data:`MOST_ROWS` rows of bf16 or fp16, a kernel that
-    streams the weights at close to the memory's bandwidth; otherwise :func:`torch.nn.functional.linear`, which is its
-    reference. The kernel has no gradient.
+    Where the package's kernels run, for up to :data:`MOST_ROWS` rows of bf16 or fp16 and up to 32768 channels, a kernel
+    that streams the weights at close to the memory's bandwidth; otherwise :func:`torch.nn.functional.linear`, which is
+    its reference. The kernel has no gradient.
 
     Args:
         x: ``(..., K)``.
@@ -48,7 +48,7 @@ def streams(x: torch.Tensor, weight: torch.Tensor) -> bool:
         return False
     if weight.shape[1] > 1 << 15 or weight.numel() == 0:
         return False
-    return (x.device.type == "cuda" and torch.version.hip is None) or interpreting()
+    return has_kernels(x.device)
 
 
 @torch.library.custom_op("locks_hf::linear", mutates_args=())
