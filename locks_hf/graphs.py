@@ -7,6 +7,7 @@ the others are replayed, until the cache moves to larger buffers.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import warnings
@@ -221,9 +222,10 @@ class StepGraphs:
         """
         inputs = {path: x.clone() for path, x in step.tensors.items()}
         arguments = _nested({**inputs, **step.others})
-        name = type(self._model()).__name__
+        name, device = type(self._model()).__name__, next(iter(inputs.values())).device
         try:
-            replay, output = capture(lambda: self._forward(**arguments))
+            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                replay, output = capture(lambda: self._forward(**arguments))
         except RuntimeError as error:
             raise ValueError(
                 f"the decode step of {name} cannot be recorded in a CUDA graph ({str(error).splitlines()[0]}): patch "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -114,6 +115,19 @@ def product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     if len(left) <= step:
         return left @ right
     return np.concatenate([left[start : start + step] @ right for start in range(0, len(left), step)])
+
+
+def launching(function: Callable) -> Callable:
+    """Decorate a function that launches kernels: Triton does so on the current device, whatever its arguments' is."""
+
+    @functools.wraps(function)
+    def launch(first: torch.Tensor, *args, **kwargs):
+        if first.device.type != "cuda":
+            return function(first, *args, **kwargs)
+        with torch.cuda.device(first.device):
+            return function(first, *args, **kwargs)
+
+    return launch
 
 
 def programmatic_launch(device: torch.device) -> dict[str, bool]:

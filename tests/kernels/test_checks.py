@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from locks_hf.kernels import SummaryLayout, attend, combine, decode_step, score, summarize, top_pages
+from locks_hf.kernels import SummaryLayout, attend, backend, combine, decode_step, score, summarize, top_pages
 
 LAYOUT = SummaryLayout(16, 4)
 LENGTHS = torch.tensor([32, 20], dtype=torch.int32)
@@ -190,3 +190,26 @@ def test_decode_step_changes_nothing_before_it_refuses(changes, message):
     with pytest.raises(ValueError, match=message):
         decode_step(**arguments)
     assert torch.equal(arguments["counts"], counts) and not keys.any()
+
+
+def test_launches_run_on_the_device_of_their_first_argument(monkeypatch):
+    entered = []
+
+    class Device:
+        def __init__(self, device):
+            entered.append(str(device))
+
+        def __enter__(self):
+            entered.append("in")
+
+        def __exit__(self, *exception):
+            entered.append("out")
+
+    class OnGpu:
+        device = torch.device("cuda:1")
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    launch = backend.launching(lambda first, more: entered.append("launched") or more)
+    assert launch(OnGpu(), 3) == 3
+    assert entered == ["cuda:1", "in", "launched", "out"]
+    assert launch(torch.ones(1), 4) == 4 and len(entered) == 5

@@ -113,7 +113,7 @@ def _threshold(key, wanted, low, count, near_low, num_warps: gl.constexpr):
         width = high - low
         bits = ((width - 1).to(gl.float32).to(gl.int32, bitcast=True) >> 23) - 126
         shift = gl.maximum(gl.minimum(bits - 3, most), 0)
-        from_above = (most == 24) & ((width - 1) >> (shift + 3).to(gl.uint32) > 0)
+        from_above = (most == 24) & ((width - 1) >> gl.minimum(shift + 3, 31).to(gl.uint32) > 0)
         first = gl.where(from_above, high - (8 << shift).to(gl.uint32), low)
         from0, from1, from2, from3 = _counts(key, first, shift.to(gl.uint32), num_warps)
         # Whether as many as are wanted reach each of the ranges 1 to 7: counts are below 1 << 15, and so is `wanted`.

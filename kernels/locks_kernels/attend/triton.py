@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..backend import interpreting
+from ..backend import interpreting, launching
 from ..select.triton import RankedPages, Search, best_pages, counted
 
 
@@ -216,6 +216,7 @@ def combined_output(
     return tl.sum(b_part * b_weight[:, None], axis=0) / tl.where(total == 0, 1.0, total)
 
 
+@launching
 def attend_triton(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -310,7 +311,7 @@ def attend_splits(
             **shape,
             **launch,
             **search.runs(),
-            FOUR=settings.slots_per_split == 4,
+            FOUR=settings.slots_per_split == 4 and settings.block_tokens <= 4 * page_size,
             HAS_REAL=real is not None,
         )
         return outputs

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..attend.triton import attend_splits, combine_options, combined_output
-from ..backend import programmatic_launch
+from ..backend import launching, programmatic_launch
 from ..layout import SummaryLayout
 from ..score.triton import score_pages
 from ..select.triton import select_step
@@ -101,6 +101,7 @@ def _end_kernel(
             )
 
 
+@launching
 def decode_step_triton(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..backend import interpreting, programmatic_launch
+from ..backend import interpreting, launching, programmatic_launch
 
 _WEIGHTS = 1 << 13  # of a program
 
@@ -38,18 +38,19 @@ def _linear_kernel(
     m_out, m_channel = out < n_out, channel < n_in
     p_weight = weight_ptr + out[:, None].to(tl.int64) * stride_weight + channel[None, :]
     b_weight = tl.load(p_weight, mask=m_out[:, None] & m_channel[None, :], other=0.0, cache_modifier=".cg")
-    b_bias = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    if HAS_BIAS:
-        b_bias = tl.load(bias_ptr + out, mask=m_out, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    b_bias = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    if HAS_BIAS:
+        b_bias = tl.load(bias_ptr + out, mask=m_out, other=0.0).to(tl.float32)
     for row in tl.static_range(ROWS):
         b_x = tl.load(x_ptr + row * stride_x + channel, mask=m_channel, other=0.0).to(tl.float32)
         b_out = tl.sum(b_weight.to(tl.float32) * b_x[None, :], axis=1) + b_bias
         tl.store(out_ptr + row * n_out + out, b_out.to(out_ptr.dtype.element_ty), mask=m_out)
 
 
+@launching
 def linear_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Launch the kernel.
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..backend import interpreting, multiprocessors, programmatic_launch
+from ..backend import interpreting, launching, multiprocessors, programmatic_launch
 from ..layout import SummaryLayout
 
 
@@ -407,7 +407,7 @@ def score_pages(
     query, key, value = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     token = (key, value, None if real is None else real.view(torch.uint8), keys, values)
     strides = [stride for x in (query, key, value) for stride in ((0, 0) if x is None else x.stride()[:2])]
-    by_hand = _by_hand(layout)
+    by_hand = _by_hand(layout, group)
     if settings is None:
         settings = score_settings(layout, group, rows, max_pages, by_hand, multiprocessors(query.device))
     n_splits = triton.cdiv(max_pages, settings.block_pages * settings.blocks_per_split)
@@ -496,6 +496,7 @@ def score_pages(
     return lse, partial
 
 
+@launching
 def score_triton(
     query: torch.Tensor,
     summaries: dict[str, torch.Tensor],
@@ -508,7 +509,7 @@ def score_triton(
     return score_pages(query, summaries, n_pages, max_pages, layout, scaling)[0]
 
 
-def _by_hand(layout: SummaryLayout) -> bool:
+def _by_hand(layout: SummaryLayout, group: int) -> bool:
     """Whether the kernel with layouts chosen by hand fits the summaries; the interpreter has none."""
     return (
         not interpreting()
@@ -516,4 +517,5 @@ def _by_hand(layout: SummaryLayout) -> bool:
         and layout.basis_bits in (4, 8)
         and layout.page_size == 16
         and layout.head_dim in (64, 128, 256)
+        and group <= 16
     )

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..backend import interpreting, programmatic_launch
+from ..backend import interpreting, launching, programmatic_launch
 
 _RULE_CODES = {"share": 0, "max": 1, "mass": 2}
 _GROUP = 16  # pages
@@ -437,6 +437,7 @@ def _search_pages_kernel(
         tl.store(p_pages + slot, slot * 0 - 1, mask=(slot >= taken) & (slot < slots))
 
 
+@launching
 def combine_triton(lse: torch.Tensor, n_pages: torch.Tensor, rule: str) -> torch.Tensor:
     """Launch the kernels; arguments and result as in :func:`locks_hf.kernels.select.combine`."""
     batch, n_kv_heads, group, max_pages = lse.shape
@@ -587,7 +588,8 @@ def _launch_combine(
         "GROUP": _GROUP,
         "HAS_REAL": real is not None,
         "num_warps": warps,
-        **programmatic_launch(lse.device),
+        # Outside of a step the counts may be what the kernel before makes.
+        **(programmatic_launch(lse.device) if step is not None else {"PDL": False}),
     }
     if step is not None and rule != "mass" and n_splits <= 1024 and not interpreting():
         from .gluon import combine_kernel
@@ -645,6 +647,7 @@ def rank_pages(
     return ranked
 
 
+@launching
 def top_pages_triton(value: torch.Tensor, lengths: torch.Tensor, page_size: int, slots: int) -> torch.Tensor:
     """Launch the kernels; arguments and result as in :func:`locks_hf.kernels.select.top_pages`."""
     batch, n_kv_heads, max_pages = value.shape

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..backend import launching
 from ..layout import SummaryLayout
 from .reference import RANK_TOLERANCE, REFIT_RIDGE
 
@@ -271,6 +272,7 @@ def summarize_options(layout: SummaryLayout, refit: bool) -> dict:
     }
 
 
+@launching
 def summarize_triton(keys: torch.Tensor, layout: SummaryLayout, refit: bool) -> dict[str, torch.Tensor]:
     """Launch the kernel; arguments and result as in :func:`locks_hf.kernels.summarize.summarize`."""
     if keys.stride(-1) != 1:
