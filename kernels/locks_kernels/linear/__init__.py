@@ -18,8 +18,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     Where the package's kernels run, for up to :data:`MOST_ROWS` rows of bf16 or fp16 and up to 32768 channels, a kernel
     that streams the weights at close to the memory's bandwidth; otherwise :func:`torch.nn.functional.linear`, which is
-    its reference. The kernel has no gradient. On Hopper it reads the weights before the kernel in front of it ends, which
-    therefore must not be what writes them.
+    its reference. The kernel has no gradient. On Hopper it reads the weights before the kernel in front of it ends, so
+    that must not be what writes them.
 
     Args:
         x: ``(..., K)``.
