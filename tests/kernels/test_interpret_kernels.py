@@ -183,7 +183,7 @@ def test_score_survives_extreme_queries(rng):
     got = score(query, summaries, torch.tensor([5], dtype=torch.int32, device=DEVICE), 5, layout, 1.0)
     assert torch.isfinite(got).all()
     reference = score_reference(query, summaries, torch.tensor([5], device=DEVICE), 5, layout, 1.0)
-    # The kernels keep the query to half of 1/254 of a step of its largest entry; that errors add up all alike is unlikely.
+    # The kernels keep the query to half of 1/254 of a step of its largest entry; not all errors add up.
     centroid, coefficients, basis = (x.abs() for x in dequantize(summaries, layout))
     parts = (centroid.unsqueeze(-2) + coefficients @ basis).sum(-1).amax(-1)  # (1, 1, pages)
     step = query.abs().amax(-1)[:, None, :, None] / (127 * 254)
