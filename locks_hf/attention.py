@@ -15,9 +15,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from . import handoff
-from .cache import _NEEDS_CONFIG, LocksLayer
+from .cache import NEEDS_CONFIG
 from .continuation import continue_densely
 from .kernels import attend, decode_step
+from .layer import LocksLayer
 from .rows import check_mask_rows
 
 NAME = "locks"
@@ -218,7 +219,7 @@ class _ForwardOnly(torch.autograd.Function):
 
 def _refuse_unsupported(attention_mask: torch.Tensor | None, dropout: float, sliding_window: int | None) -> None:
     if sliding_window is not None:
-        raise ValueError(f"a sliding-window layer ({sliding_window} tokens): {_NEEDS_CONFIG}")
+        raise ValueError(f"a sliding-window layer ({sliding_window} tokens): {NEEDS_CONFIG}")
     marks_new_token = (
         attention_mask is not None and attention_mask.shape[1:] == (1, 1, 1) and attention_mask.dtype == torch.bool
     )

@@ -19,9 +19,10 @@ from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, PreTrainedTokenizerBase
 
 from .attention import locks_attention, locks_mask
-from .cache import LocksCache, LocksLayer
+from .cache import LocksCache
 from .config import LocksConfig
 from .kernels import SummaryLayout, combine, score, summarize, top_pages
+from .layer import LocksLayer
 from .models import DEFAULT_MODEL, load
 from .selectors.oracle import exact_page_lse
 from .selectors.quest import envelope_score

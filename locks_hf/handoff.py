@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from .cache import LocksLayer
+    from .layer import LocksLayer
 
 _slot = threading.local()
 _TAKEN = "_locks_taken"

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from locks_hf import LocksCache
-from locks_hf.cache import LocksLayer
+from locks_hf.layer import LocksLayer
 from tests.helpers import (
     FULL_ATTENTION,
     PAGE,

@@ -129,7 +129,7 @@ def test_a_compiled_model_without_generate():
 
 
 def test_a_model_compiled_by_hand_has_the_room_it_was_given_and_says_when_it_was_full(monkeypatch):
-    monkeypatch.setattr("locks_hf.cache._HEADROOM_TOKENS", 16)
+    monkeypatch.setattr("locks_hf.layer._HEADROOM_TOKENS", 16)
     model = tiny_model("llama")
     step = torch.compile(model, backend="eager", fullgraph=True)
     ids, tokens = random_tokens(1, 32), random_tokens(1, 40, seed=1)

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from locks_hf import LocksCache, graphs, patch, unpatch
-from locks_hf.cache import LocksLayer
+from locks_hf.layer import LocksLayer
 from tests.helpers import greedy, left_pad, random_tokens, small_cache, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
@@ -78,7 +78,7 @@ def test_a_left_padded_batch(either_model, recordings):
 
 
 def test_a_cache_that_moves_is_recorded_anew(model, recordings, monkeypatch):
-    monkeypatch.setattr("locks_hf.cache._HEADROOM_TOKENS", 4)
+    monkeypatch.setattr("locks_hf.layer._HEADROOM_TOKENS", 4)
     ids = random_tokens(1, 30)
     with patch(model):
         expected = greedy(model, ids, 60, small_cache())
@@ -92,7 +92,7 @@ def test_a_cache_that_moves_is_recorded_anew(model, recordings, monkeypatch):
 @pytest.mark.parametrize("start", range(3, 9))
 def test_no_step_is_lost_where_buffers_are_full(model, recordings, monkeypatch, start, asking):
     """The host learns of steps while the next one is on its way, and must not count its room twice or not at all."""
-    monkeypatch.setattr("locks_hf.cache._HEADROOM_TOKENS", 4)
+    monkeypatch.setattr("locks_hf.layer._HEADROOM_TOKENS", 4)
     tokens, logits = random_tokens(2, 60), []
     for cache in (DynamicCache(), small_cache(budget=400), small_cache(budget=400)):
         with patch(model, cuda_graphs=len(logits) == 2), torch.no_grad():
