@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,45 +10,85 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 
 from .kernels import linear
 
+# On each layer that is fast: how many changes it is of.
+_CHANGES = "_locks_fast_changes"
+
 
 class FastLinear(nn.Linear):
-    """``nn.Linear`` whose forward pass is :func:`locks_hf.kernels.linear` where no gradient is asked for.
+    """``nn.Linear`` whose forward pass is :func:`locks_hf.kernels.linear` where no derivative is asked for.
 
-    Layers become one, and ``nn.Linear`` again, by a change of class: their weights, hooks and names stay.
+    Layers become one, and ``nn.Linear`` again, by a change of class: their weights, hooks and names stay. Copies, and
+    what is unpickled, are ``nn.Linear``.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As of ``nn.Linear``."""
-        needs_grad = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
-        if needs_grad or torch.is_autocast_enabled(input.device.type) or input.dtype != self.weight.dtype:
-            return F.linear(input, self.weight, self.bias)
-        return linear(input, self.weight, self.bias)
+        weight, bias = self.weight, self.bias
+        # A hook may have kept this method beyond its change, or something put other weights in.
+        usual = not self.__dict__.get(_CHANGES) or type(weight) is not nn.Parameter or input.dtype != weight.dtype
+        if usual or _derived(input, weight, bias) or torch.is_autocast_enabled(input.device.type):
+            return F.linear(input, weight, bias)
+        return linear(input, weight, bias)
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """As of an ``nn.Linear``: a copy is part of no change."""
+        return _plain, (), {name: x for name, x in self.__dict__.items() if name != _CHANGES}
+
+
+def _plain() -> nn.Linear:
+    return nn.Linear.__new__(nn.Linear)
+
+
+def _derived(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether a derivative may be asked for, backward or forward."""
+    if forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (input, weight, bias))
 
 
 class FastLinears:
     """Makes every plain ``nn.Linear`` of a model a :class:`FastLinear`, until :meth:`remove`.
 
-    Subclasses, as those of quantised layers or adapters, stay as they are; so do layers with weights that are.
+    Subclasses, as those of quantised layers or adapters, stay as they are; so do layers with weights that are, and,
+    with a warning, those whose ``forward`` was replaced, as hooks of Accelerate do. Changes may overlap.
 
     Raises:
         ValueError: If the model has no such layer.
     """
 
     def __init__(self, model: nn.Module):
-        layers = [x for x in model.modules() if type(x) is nn.Linear and type(x.weight) is nn.Parameter]
+        name = type(model).__name__
+        plain = [x for x in model.modules() if type(x) in (nn.Linear, FastLinear)]
+        layers = [x for x in plain if "forward" not in vars(x) and type(getattr(x, "weight", None)) is nn.Parameter]
         if not layers:
-            raise ValueError(f"{type(model).__name__} has no plain nn.Linear that could be made fast")
+            raise ValueError(f"{name} has no plain nn.Linear that could be made fast")
+        if replaced := sum("forward" in vars(x) for x in plain):
+            warnings.warn(
+                f"{replaced} linear layers of {name} have had their forward replaced, by hooks of Accelerate for "
+                "example, and are as fast as before",
+                UserWarning,
+                stacklevel=3,
+            )
         for layer in layers:
             layer.__class__ = FastLinear
+            setattr(layer, _CHANGES, getattr(layer, _CHANGES, 0) + 1)
         self._layers = [weakref.ref(layer) for layer in layers]
 
     def remove(self) -> None:
-        """Make them ``nn.Linear`` again."""
+        """Make them ``nn.Linear`` again, unless another change has them too."""
         for reference in self._layers:
             layer = reference()
+            if layer is None or _CHANGES not in vars(layer):
+                continue
+            left = getattr(layer, _CHANGES) - 1
+            if left:
+                setattr(layer, _CHANGES, left)
+                continue
+            delattr(layer, _CHANGES)
             if type(layer) is FastLinear:
                 layer.__class__ = nn.Linear
         self._layers = []

@@ -24,7 +24,7 @@ class _Change:
     def __init__(self, model: PreTrainedModel):
         # Configurations are not hashable, and models may share them.
         self._before = [(config, config._attn_implementation_internal) for config in _configs(model)]
-        self.graphs: StepGraphs | None = None
+        self.graphs: weakref.ref[StepGraphs] | None = None  # which the model holds
         self.linears: FastLinears | None = None
 
     def undo(self) -> None:
@@ -36,8 +36,8 @@ class _Change:
                 config._attn_implementation_internal = before
             for other in others:
                 other._inherit(config, before)
-        if self.graphs is not None:
-            self.graphs.remove()
+        if self.graphs is not None and (graphs := self.graphs()) is not None:
+            graphs.remove()
         if self.linears is not None:
             self.linears.remove()
 
@@ -87,15 +87,17 @@ def patch(model: PreTrainedModel, *, cuda_graphs: bool = False, fast_linear: boo
             than on a CUDA device it changes nothing.
         fast_linear: Compute the linear layers of steps of a few rows by a kernel that reads their weights at close to
             the memory's bandwidth; see :mod:`locks_hf.linears`. While it lasts every plain ``nn.Linear`` of the model
-            is a subclass of it. Sums are rounded in another order than by ``nn.Linear``. Elsewhere than on a CUDA
-            device it changes nothing.
+            is a subclass of it: quantise a model, or add adapters or hooks of Accelerate to it, before or without it.
+            Sums are rounded in another order than by ``nn.Linear``. Elsewhere than on a CUDA device layers compute as
+            before.
 
     Returns:
         A context manager that yields the model.
 
     Raises:
         ValueError: If the model is not a Transformers model, is an encoder or encoder-decoder, does not dispatch its
-            attention through Transformers' attention interface, or has an option on already or nothing for it.
+            attention through Transformers' attention interface, is recorded already, or has no linear layer to
+            make fast.
     """
     if not isinstance(model, PreTrainedModel):
         compiled = "; patch the model before it is compiled" if hasattr(model, "_orig_mod") else ""
@@ -107,10 +109,6 @@ def patch(model: PreTrainedModel, *, cuda_graphs: bool = False, fast_linear: boo
     causal = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
     if not getattr(text_config, "is_causal", True) or (causal and not any(causal)):
         raise ValueError(f"{name} attends in both directions: Locks supports causal language models")
-    if cuda_graphs and any(change.graphs is not None for change in _in_force.get(model, [])):
-        raise ValueError(f"the decode steps of this {name} are recorded already: undo that patch first")
-    if fast_linear and any(change.linears is not None for change in _in_force.get(model, [])):
-        raise ValueError(f"the linear layers of this {name} are fast already: undo that patch first")
     if not model._can_set_attn_implementation():
         raise ValueError(f"{name} does not use Transformers' attention interface, so its attention cannot be switched")
 
@@ -120,6 +118,8 @@ def patch(model: PreTrainedModel, *, cuda_graphs: bool = False, fast_linear: boo
         part = next((key for key in parts if getattr(model.config, key, None) is text_config), None)
         request = {part: NAME}
     with _lock:
+        if cuda_graphs and any(change.graphs is not None for change in _in_force.get(model, [])):
+            raise ValueError(f"the decode steps of this {name} are recorded already: undo that patch first")
         new = _Change(model)
         model.set_attn_implementation(request)
         if text_config._attn_implementation != NAME:
@@ -129,8 +129,8 @@ def patch(model: PreTrainedModel, *, cuda_graphs: bool = False, fast_linear: boo
             if fast_linear:
                 new.linears = FastLinears(model)
             if cuda_graphs:
-                new.graphs = StepGraphs(model)
-        except ValueError:
+                new.graphs = weakref.ref(StepGraphs(model))
+        except BaseException:
             new.undo()
             raise
         if model not in _in_force:

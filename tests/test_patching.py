@@ -472,9 +472,12 @@ def test_models_that_share_a_configuration():
         assert config._attn_implementation == "sdpa"
 
 
-def test_a_patched_model_does_not_stay_in_memory():
+@pytest.mark.parametrize(
+    "options", ({}, {"cuda_graphs": True}, {"fast_linear": True}, {"cuda_graphs": True, "fast_linear": True})
+)
+def test_a_patched_model_does_not_stay_in_memory(options):
     model = tiny_model("llama", "sdpa")
-    patch(model)
+    patch(model, **options)
     gone = weakref.ref(model)
     del model
     gc.collect()

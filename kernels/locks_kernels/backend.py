@@ -14,7 +14,7 @@ try:
 except ImportError:
     triton = None
 
-OPS = ("summarize", "score", "select", "attend")
+OPS = ("summarize", "score", "select", "attend", "linear")
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
 MIN_CAPABILITY = (8, 0)

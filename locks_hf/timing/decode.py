@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from itertools import product
 
 from .arms import GPU_GROUPS, Arm, Bench, HeldContext, needs, open_session, parse_arms
 from .harness import Protocol, many_arms, measure
 from .profile import profile_steps
 from .run import Run, add_options, open_run, plan_memory, positive, progress, protocol_of, say, tokens
-from .store import cell_key
 from .tables import decode_table, profile_table
 
 _ORDER = {"held": 0, "locks": 1, "user": 2}  # the arms that share a context follow each other
@@ -71,8 +69,11 @@ def _measure(this: Run, protocol: Protocol) -> None:
     refused = plan_memory(this, cells)
     this.begin({"contexts": args.contexts, "batches": args.batch, "arms": [arm.name for arm in arms]})
 
-    def sweep(todo: list[int], measure_one: Callable[..., dict]) -> None:
-        bench, shared, where = None, None, None
+    benches: list[Bench] = []  # made when the first cell needs it
+    todo = [place for place, (cell, _) in enumerate(cells) if not this.store.has(cell)]
+    with many_arms(), progress(len(cells) * (2 if args.profile else 1)) as bar:
+        bar.update(len(cells) - len(todo))
+        shared = _Shared()
         for place in todo:
             cell, arm = cells[place][0], places[place]
             reason = None
@@ -82,30 +83,41 @@ def _measure(this: Run, protocol: Protocol) -> None:
                 reason = ("does not fit", refused[place])
             elif not benches:
                 benches.append(this.bench(protocol, fill=args.fill, chunk=args.chunk))
+            bar.set_postfix_str(f"{arm.name} {cell['context']}x{cell['batch']}")
             bench = benches[0] if benches else None
-            if where != (cell["context"], cell["batch"]):
-                where = (cell["context"], cell["batch"])
-                if shared is not None:
-                    shared.drop()
-                shared = None
-            if shared is None and bench is not None:
-                shared = HeldContext(bench, *where)
-            bar.set_postfix_str(f"{arm.name} {where[0]}x{where[1]}")
-            this.attempt(cell, reason, measure_one, this, bench, arm, shared, *where)
+            this.attempt(cell, reason, _time, this, bench, arm, shared.of(bench, cell), cell["context"], cell["batch"])
             bar.update()
+        if not args.profile:
+            return
+        # After all timing: once used, the profiler adds to every launch, for as long as the process lives.
+        for place, (cell, _) in enumerate(cells):
+            arm, timed = places[place], this.store.get(cell)
+            bar.set_postfix_str(f"profile of {arm.name} {cell['context']}x{cell['batch']}")
+            bar.update()
+            if timed is None or timed["status"] != "ok" or "profile" in timed or arm.name in absent or place in refused:
+                continue
+            if not benches:
+                benches.append(this.bench(protocol, fill=args.fill, chunk=args.chunk))
+            _profile(this, benches[0], arm, shared.of(benches[0], cell), timed)
 
-    benches: list[Bench] = []  # made when the first cell needs it
-    todo = [place for place, (cell, _) in enumerate(cells) if not this.store.has(cell)]
-    with many_arms(), progress(len(cells) * (2 if args.profile else 1)) as bar:
-        bar.update(len(cells) - len(todo))
-        sweep(todo, _time)
-        if args.profile:
-            # After all timing: once used, the profiler adds to every launch, for as long as the process lives.
-            timed = {cell_key(cell["cell"]): cell for cell in this.store.cells if cell["status"] == "ok"}
-            todo = [place for place, (cell, _) in enumerate(cells) if "profile" not in timed.get(cell_key(cell), {})]
-            todo = [place for place in todo if cell_key(cells[place][0]) in timed]
-            bar.update(len(cells) - len(todo))
-            sweep(todo, _profile)
+
+class _Shared:
+    """The held context of the cell before, for as long as the next has the same."""
+
+    def __init__(self):
+        self._context: HeldContext | None = None
+        self._where: tuple[int, int] | None = None
+
+    def of(self, bench: Bench | None, cell: dict) -> HeldContext | None:
+        """The held context of a cell."""
+        where = (cell["context"], cell["batch"])
+        if where != self._where and self._context is not None:
+            self._context.drop()
+            self._context = None
+        self._where = where
+        if self._context is None and bench is not None:
+            self._context = HeldContext(bench, *where)
+        return self._context
 
 
 def _time(this: Run, bench: Bench, arm: Arm, shared: HeldContext, context: int, batch: int) -> dict:
@@ -114,14 +126,15 @@ def _time(this: Run, bench: Bench, arm: Arm, shared: HeldContext, context: int, 
         return {**values, **session.facts, "tokens_per_s": batch * 1e3 / values["ms_mean"]}
 
 
-def _profile(this: Run, bench: Bench, arm: Arm, shared: HeldContext, context: int, batch: int) -> dict:
-    """What :func:`_time` gave, and a profile; ``None`` if there is none to be had, which costs no timing."""
-    key = cell_key({"context": context, "batch": batch, "arm": arm.name})
-    timed = next(cell for cell in this.store.cells if cell_key(cell["cell"]) == key)
-    profile = None
+def _profile(this: Run, bench: Bench, arm: Arm, shared: HeldContext, timed: dict) -> None:
+    """Add a profile to a cell, if there is one to be had: whatever happens, its timing stays."""
+    context, batch = timed["cell"]["context"], timed["cell"]["batch"]
+    where = f"{arm.name}, {context} tokens, batch {batch}"
     try:
         with open_session(bench, arm, context, batch, shared) as session:
             profile = profile_steps(session, this.clock)
-    except (RuntimeError, ValueError) as error:  # out of memory among them
-        say(f"no profile: {error}")
-    return {**{name: value for name, value in timed.items() if name not in ("cell", "status")}, "profile": profile}
+    except Exception as error:  # profilers, compilers and drivers fail in ways of their own
+        say(f"no profile of {where}: {type(error).__name__}: {error}")
+        return
+    if not this.store.amend(timed, profile=profile):
+        say(f"no profile of {where}: it was timed on another machine or with other versions")

@@ -36,6 +36,7 @@ _TABLES: dict[str, tuple[str, Callable]] = {
     "kernels": ("Operations", kernels_table),
     "generate": ("model.generate", generate_table),
 }
+_OF_MODELS = ("decode", "longgen", "generate")  # whose linear layers may be fast
 _DENSE_COLUMNS = ("fa3", "flashinfer", "cudnn", "flash")
 _PAPER_NAMES = {"fa3": "FA3", "flashinfer": "FlashInfer", "quest": "Quest", "locks-r4i4": "Locks r4i4"}
 _PAPER_NAMES["locks-r8i4"] = "Locks r8i4"
@@ -87,7 +88,7 @@ def make_report(directories: Sequence[Path]) -> tuple[str, Cells]:
                     f"{directory} has {name} {config.get(name)!r} and {directories[0]} {first.get(name)!r}: report "
                     "them apart"
                 )
-    linear = {config["linear"]: directory for config, _, _, directory in runs if "linear" in config}
+    linear = {_linear(config): directory for config, _, _, directory in runs if config["timing"] in _OF_MODELS}
     if len(linear) > 1:
         where = " and ".join(f"{kind} in {directory}" for kind, directory in linear.items())
         raise ValueError(f"linear layers are {where}: report them apart")
@@ -155,12 +156,18 @@ def _conditions(runs: list[tuple[dict, list[dict], list[dict], Path]]) -> str:
     return "\n".join(lines).rstrip()
 
 
+def _linear(config: dict) -> str:
+    return config.get("linear", "torch")  # what runs had before there was a choice
+
+
 def _linears(runs: list[tuple[dict, list[dict], list[dict], Path]]) -> str:
-    known = next((config["linear"] for config, _, _, _ in runs if "linear" in config), None)
+    known = next((_linear(config) for config, _, _, _ in runs if config["timing"] in _OF_MODELS), None)
     where = "of every arm but Transformers' own"
-    return {"fast": f", linear layers {where} by patch(fast_linear=True)", "torch": ", linear layers by torch"}.get(
-        known, ""
-    )
+    return {
+        "fast": f", linear layers {where} by patch(fast_linear=True)",
+        "torch": ", linear layers by torch",
+        None: "",
+    }[known]
 
 
 def _beside_paper(cells: Cells, banner: str) -> list[str]:

@@ -147,6 +147,10 @@ class CellStore:
             cell_key(known["cell"]) == key and (known["status"] == "ok" or not self._retry) for known in self.cells
         )
 
+    def get(self, cell: dict) -> dict | None:
+        """What is known of a cell."""
+        return next((known for known in self.cells if cell_key(known["cell"]) == cell_key(cell)), None)
+
     def add(self, cell: dict) -> None:
         """Append one cell and, where it is new, what it was measured on.
 
@@ -161,12 +165,26 @@ class CellStore:
             self._environments.append(self._environment)
             write_json(self._path("environments.json"), self._environments)
             known.append(stripped)
-        cell = {**cell, "environment": known.index(stripped)}
+        self._append({**cell, "environment": known.index(stripped)})
+
+    def _append(self, cell: dict) -> None:
         rest = (json.dumps(cell) + "\n").encode("ascii")
         while rest:
             rest = rest[self._file.write(rest) :]
         key = cell_key(cell["cell"])
         self.cells = [one for one in self.cells if cell_key(one["cell"]) != key] + [cell]
+
+    def amend(self, cell: dict, **more) -> bool:
+        """Append a cell that was measured before with more to it, on what it was measured on.
+
+        Returns:
+            Whether that is what this run is on: a cell of another environment is left as it is.
+        """
+        here = {**self._environment, "command": None}
+        if {**self._environments[cell["environment"]], "command": None} != here:
+            return False
+        self._append({**cell, **more})
+        return True
 
     def finish(self, **more) -> Path:
         """Write ``results.json``: settings, environments, absent backends, the command to repeat it, the cells."""

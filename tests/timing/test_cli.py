@@ -48,30 +48,40 @@ def test_decode_times_every_arm_at_every_context_and_batch(tmp_path, capsys):
     assert {"git", "packages", "device", "driver"} <= set(results["environments"][0])
 
 
-def test_cells_are_profiled_when_all_are_timed_and_keep_their_times(tmp_path, monkeypatch):
-    order = []
+def test_cells_are_profiled_when_all_are_timed_and_keep_their_times(tmp_path, monkeypatch, capsys):
+    order, failures = [], [None, AttributeError("no profiler here"), None]
     real = decode.measure
     monkeypatch.setattr(decode, "measure", lambda *rest: (order.append("timed"), real(*rest))[1])
 
     def profile_steps(session, clock):
         order.append("profiled")
-        if order.count("profiled") == 2:
-            raise RuntimeError("no profiler here")
+        if failures and (failure := failures.pop(0)):
+            raise failure
         return {"span_us": 1.0, "kernels": 1.0, "terms_us": {}, "top": []}
 
     monkeypatch.setattr(decode, "profile_steps", profile_steps)
     monkeypatch.setattr(decode, "profile_table", lambda cells: "")
     arguments = ("--contexts", "100", "--arms", "none", "math", "locks-r4i4")
     assert decode_run(tmp_path, *arguments) == 0
-    times = [cell["ms_mean"] for cell in cells_of(tmp_path)]
+    before = cells_of(tmp_path)
+    monkeypatch.setattr(run, "describe", lambda device, command: {"packages": {}, "device": "another", "command": ""})
     assert decode_run(tmp_path, *arguments, "--profile") == 0
-    assert order == ["timed"] * 3 + ["profiled"] * 3
-    cells = cells_of(tmp_path)[-3:]
-    assert [cell["ms_mean"] for cell in cells] == times
-    assert [cell["status"] for cell in cells] == ["ok"] * 3
-    assert [cell["profile"] is None for cell in cells] == [False, True, False]
-    assert decode_run(tmp_path, *arguments, "--profile") == 0  # nothing is left to do
-    assert len(order) == 6
+    assert "timed on another machine" in capsys.readouterr().err
+    assert cells_of(tmp_path) == before and order == ["timed"] * 3 + ["profiled"] * 3
+    monkeypatch.undo()
+    monkeypatch.setattr(decode, "profile_steps", profile_steps)
+    monkeypatch.setattr(decode, "profile_table", lambda cells: "")
+    failures[:] = [None, AttributeError("no profiler here"), None]
+    assert decode_run(tmp_path, *arguments, "--profile") == 0
+    assert "no profile of math, 100 tokens, batch 1: AttributeError: no profiler here" in capsys.readouterr().err
+    known = {cell["cell"]["arm"]: cell for cell in cells_of(tmp_path)}
+    assert {arm: "profile" in cell for arm, cell in known.items()} == {"none": True, "math": False, "locks-r4i4": True}
+    assert decode_run(tmp_path, *arguments, "--profile") == 0  # what is missing
+    known = {cell["cell"]["arm"]: cell for cell in cells_of(tmp_path)}
+    for cell in before:
+        assert {name: x for name, x in known[cell["cell"]["arm"]].items() if name != "profile"} == cell
+        assert known[cell["cell"]["arm"]]["profile"]["kernels"] == 1.0
+    assert len(order) == 3 + 3 + 3 + 1
 
 
 @pytest.mark.parametrize("command", ["decode", "longgen", "generate"])

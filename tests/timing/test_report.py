@@ -179,6 +179,9 @@ def test_linear_layers_are_named_and_not_mixed(tmp_path):
     assert "linear layers by torch." in make_report(runs[1:])[0]
     with pytest.raises(ValueError, match=r"linear layers are fast in .* and torch in"):
         make_report(runs)
+    runs[1] = write_run(tmp_path / "old", "decode", DECODE[:1])  # of before there was a choice
+    with pytest.raises(ValueError, match=r"linear layers are fast in .* and torch in"):
+        make_report(runs)
 
 
 def test_nothing_is_drawn_of_nothing(tmp_path):

@@ -36,7 +36,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"
         raise ValueError(f"{shapes}, bias {None if bias is None else tuple(bias.shape)} do not fit each other")
     if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
-        raise ValueError(f"x, weight and bias must share a dtype, got {x.dtype} and {weight.dtype}")
+        dtypes = ", ".join(str(one.dtype).removeprefix("torch.") for one in (x, weight, bias) if one is not None)
+        raise ValueError(f"x, weight and bias must share a dtype, got {dtypes}")
     if not streams(x, weight):
         return F.linear(x, weight, bias)
     return torch.ops.locks_hf.linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
