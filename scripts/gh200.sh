@@ -11,6 +11,7 @@
 # compiling the model first, LINEAR=torch keeps torch's linear layers in all arms (by default all but those of
 # Transformers itself have the fast ones), STAGES names the parts to run. DEVICE=cpu SHAPE=tiny tries the script out.
 set -euo pipefail
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # threads that spin while they wait take the cores of the others
 short=${SHORT:-}
 output=${1:-runs/gh200${short:+-short}}
 python=${PYTHON:-python}
@@ -18,7 +19,8 @@ shape=${SHAPE:-glm-4-9b-1m}
 device=${DEVICE:-cuda}
 stages=${STAGES:-decode batched prefill longgen kernels generate}
 "$python" -c 'import locks_hf.timing' || {
-  echo "error: $python lacks the package: pip install -e '.[plots]', or set PYTHON" >&2
+  echo "error: $python lacks the package: pip install -e '.[plots]', or set PYTHON (installed without -e, the package is" \
+    "found from other folders than this one only)" >&2
   exit 1
 }
 

@@ -136,5 +136,7 @@ def _profile(this: Run, bench: Bench, arm: Arm, shared: HeldContext, timed: dict
     except Exception as error:  # profilers, compilers and drivers fail in ways of their own
         say(f"no profile of {where}: {type(error).__name__}: {error}")
         return
-    if not this.store.amend(timed, profile=profile):
+    if profile is None:
+        say(f"no profile of {where}: there is no GPU, or its profiler gave nothing")
+    elif not this.store.amend(timed, profile=profile):
         say(f"no profile of {where}: it was timed on another machine or with other versions")
