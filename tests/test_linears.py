@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
@@ -31,6 +32,18 @@ def test_what_does_not_fit_is_refused(x, weight, bias, match):
 def test_elsewhere_it_is_torch(shape):
     x, weight, bias = torch.randn(shape), torch.randn(5, 6), torch.randn(5)
     assert torch.equal(linear(x, weight, bias), nn.functional.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("elsewhere", ["weight", "bias"])
+def test_arrays_on_several_devices_are_left_to_torch_and_its_error(monkeypatch, elsewhere):
+    module = sys.modules["locks_hf.kernels.linear"]
+    monkeypatch.setattr(module, "has_kernels", lambda device: True)
+    seen = []
+    monkeypatch.setattr(module.F, "linear", lambda *arrays: seen.append(arrays))
+    arrays = {"x": torch.ones(1, 8), "weight": torch.ones(3, 8), "bias": torch.ones(3)}
+    arrays = {name: x.bfloat16().to("meta" if name == elsewhere else "cpu") for name, x in arrays.items()}
+    linear(**arrays)
+    assert seen == [tuple(arrays.values())]
 
 
 def test_patch_changes_classes_and_gives_them_back():

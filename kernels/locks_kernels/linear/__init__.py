@@ -38,7 +38,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
         dtypes = ", ".join(str(one.dtype).removeprefix("torch.") for one in (x, weight, bias) if one is not None)
         raise ValueError(f"x, weight and bias must share a dtype, got {dtypes}")
-    if not streams(x, weight):
+    if not streams(x, weight) or (bias is not None and bias.device != x.device):
         return F.linear(x, weight, bias)
     return torch.ops.locks_hf.linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
 
@@ -48,7 +48,7 @@ def streams(x: torch.Tensor, weight: torch.Tensor) -> bool:
     rows = x.numel() // max(1, x.shape[-1])
     if not 0 < rows <= MOST_ROWS or x.dtype not in (torch.bfloat16, torch.float16) or weight.stride(1) != 1:
         return False
-    if weight.shape[1] > 1 << 15 or weight.numel() == 0:
+    if weight.shape[1] > 1 << 15 or weight.numel() == 0 or weight.device != x.device:
         return False
     return has_kernels(x.device)
 
