@@ -143,7 +143,7 @@ class LocksLayer(CacheLayerMixin):
                 real = torch.arange(steps) >= (steps - added)[:, None]
         new = np.ones((len(lengths), steps), dtype=np.int64) if real is None else real.numpy()
         now = np.array(before)[:, None] + np.cumsum(new, axis=1)  # tokens of each row after each step
-        sparse = now.max(axis=0) > config.page_size * config.page_slots
+        sparse = now.max(axis=0) > config.whole_budget
         if not sparse.all():
             self.counters.add_dense(now[:, ~sparse], self.n_kv_heads)
         if sparse.any():

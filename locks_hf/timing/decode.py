@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from itertools import product
 
 from .arms import GPU_GROUPS, Arm, Bench, HeldContext, needs, open_session, parse_arms
@@ -69,36 +70,33 @@ def _measure(this: Run, protocol: Protocol) -> None:
     refused = plan_memory(this, cells)
     this.begin({"contexts": args.contexts, "batches": args.batch, "arms": [arm.name for arm in arms]})
 
-    benches: list[Bench] = []  # made when the first cell needs it
+    @functools.cache
+    def bench() -> Bench:
+        return this.bench(protocol, fill=args.fill, chunk=args.chunk)  # made when the first cell needs it
+
+    shared = _Shared()
     todo = [place for place, (cell, _) in enumerate(cells) if not this.store.has(cell)]
     with many_arms(), progress(len(cells) * (2 if args.profile else 1)) as bar:
         bar.update(len(cells) - len(todo))
-        shared = _Shared()
         for place in todo:
             cell, arm = cells[place][0], places[place]
-            reason = None
-            if arm.name in absent:
-                reason = ("absent", absent[arm.name])
-            elif place in refused:
-                reason = ("does not fit", refused[place])
-            elif not benches:
-                benches.append(this.bench(protocol, fill=args.fill, chunk=args.chunk))
             bar.set_postfix_str(f"{arm.name} {cell['context']}x{cell['batch']}")
-            bench = benches[0] if benches else None
-            this.attempt(cell, reason, _time, this, bench, arm, shared.of(bench, cell), cell["context"], cell["batch"])
+            if arm.name in absent:
+                this.attempt(cell, ("absent", absent[arm.name]), dict)
+            elif place in refused:
+                this.attempt(cell, ("does not fit", refused[place]), dict)
+            else:
+                held = shared.of(bench(), cell)
+                this.attempt(cell, None, _time, this, bench(), arm, held, cell["context"], cell["batch"])
             bar.update()
-        if not args.profile:
-            return
         # After all timing: once used, the profiler adds to every launch, for as long as the process lives.
-        for place, (cell, _) in enumerate(cells):
+        for place, (cell, _) in enumerate(cells if args.profile else ()):
             arm, timed = places[place], this.store.get(cell)
             bar.set_postfix_str(f"profile of {arm.name} {cell['context']}x{cell['batch']}")
+            measured = timed is not None and timed["status"] == "ok" and "profile" not in timed
+            if measured and arm.name not in absent and place not in refused:
+                _profile(this, bench(), arm, shared.of(bench(), cell), timed)
             bar.update()
-            if timed is None or timed["status"] != "ok" or "profile" in timed or arm.name in absent or place in refused:
-                continue
-            if not benches:
-                benches.append(this.bench(protocol, fill=args.fill, chunk=args.chunk))
-            _profile(this, benches[0], arm, shared.of(benches[0], cell), timed)
 
 
 class _Shared:
@@ -108,15 +106,13 @@ class _Shared:
         self._context: HeldContext | None = None
         self._where: tuple[int, int] | None = None
 
-    def of(self, bench: Bench | None, cell: dict) -> HeldContext | None:
+    def of(self, bench: Bench, cell: dict) -> HeldContext:
         """The held context of a cell."""
         where = (cell["context"], cell["batch"])
-        if where != self._where and self._context is not None:
-            self._context.drop()
-            self._context = None
-        self._where = where
-        if self._context is None and bench is not None:
-            self._context = HeldContext(bench, *where)
+        if where != self._where:
+            if self._context is not None:
+                self._context.drop()
+            self._context, self._where = HeldContext(bench, *where), where
         return self._context
 
 

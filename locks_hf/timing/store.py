@@ -142,10 +142,8 @@ class CellStore:
 
     def has(self, cell: dict) -> bool:
         """Whether a cell need not be measured (again)."""
-        key = cell_key(cell)
-        return any(
-            cell_key(known["cell"]) == key and (known["status"] == "ok" or not self._retry) for known in self.cells
-        )
+        known = self.get(cell)
+        return known is not None and (known["status"] == "ok" or not self._retry)
 
     def get(self, cell: dict) -> dict | None:
         """What is known of a cell."""

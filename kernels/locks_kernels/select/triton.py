@@ -494,7 +494,7 @@ class Search:
         columns: Of the tile of groups.
         rows: Of the tile of groups.
         block_slots: ``slots``, rounded up.
-        warps: Warps of a program.
+        warps: Warps of a program, of kernels that the compiler lays out.
     """
 
     slots: int
@@ -523,7 +523,7 @@ class Search:
 
     def runs(self) -> dict[str, int]:
         """Arguments for the kernel with layouts chosen by hand: runs of eight values that a thread holds."""
-        warps = 4 if self.values <= 2048 else 8
+        warps = 4 if self.values <= 2048 else 8  # at most 16 values a thread up to 4096
         groups, keys = (max(1, n // (256 * warps)) for n in (self.columns * self.rows, self.block_slots * _GROUP))
         return {"GROUP": _GROUP, "C_GROUPS": groups, "C_KEYS": keys, "BLOCK_K": self.block_slots, "num_warps": warps}
 
