@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 
-from .kernels import linear
+from .kernels.linear import linear, linears, streams
 
-# On each layer that is fast: how many changes it is of.
-_CHANGES = "_locks_fast_changes"
+# On each layer that is fast: how many changes it is of, and the layers of the same input.
+_CHANGES, _SIBLINGS = "_locks_fast_changes", "_locks_siblings"
+# Layers that a model calls one after the other on the same input: the projections of attention, and of a gated MLP.
+_FAMILIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class FastLinear(nn.Linear):
@@ -32,15 +34,57 @@ class FastLinear(nn.Linear):
         usual = not self.__dict__.get(_CHANGES) or type(weight) is not nn.Parameter or input.dtype != weight.dtype
         if usual or _derived(input, weight, bias) or torch.is_autocast_enabled(input.device.type):
             return F.linear(input, weight, bias)
-        return linear(input, weight, bias)
+        siblings = self.__dict__.get(_SIBLINGS)
+        if siblings is None or not streams(input, weight):
+            return linear(input, weight, bias)
+        return siblings.output(self, input)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         """As of an ``nn.Linear``: a copy is part of no change."""
-        return _plain, (), {name: x for name, x in self.__dict__.items() if name != _CHANGES}
+        return _plain, (), {name: x for name, x in self.__dict__.items() if name not in (_CHANGES, _SIBLINGS)}
 
 
 def _plain() -> nn.Linear:
     return nn.Linear.__new__(nn.Linear)
+
+
+class _Siblings:
+    """Layers of the same input, computed together when the first of them is called.
+
+    What the others get then waits for their calls, which come with the same tensor object; on any other each computes
+    anew.
+
+    Args:
+        layers: Two or three.
+    """
+
+    def __init__(self, layers: list[FastLinear]):
+        self._layers = layers
+        self._waiting: tuple[torch.Tensor, dict[int, torch.Tensor]] | None = None
+
+    def output(self, layer: FastLinear, input: torch.Tensor) -> torch.Tensor:
+        """What ``layer`` makes of ``input``."""
+        index = next(i for i, one in enumerate(self._layers) if one is layer)
+        waiting = self._waiting
+        if waiting is None or waiting[0] is not input or index not in waiting[1]:
+            if not self._alike():
+                return linear(input, layer.weight, layer.bias)
+            outputs = linears(input, [one.weight for one in self._layers], [one.bias for one in self._layers])
+            waiting = (input, dict(enumerate(outputs)))
+        output = waiting[1].pop(index)
+        self._waiting = waiting if waiting[1] else None
+        return output
+
+    def _alike(self) -> bool:
+        """Whether one launch can do them still: other weights may have been put in."""
+        first = self._layers[0].weight
+        return all(
+            type(one.weight) is nn.Parameter
+            and one.weight.shape[1:] == first.shape[1:]
+            and one.weight.dtype == first.dtype
+            and one.weight.device == first.device
+            for one in self._layers
+        )
 
 
 def _derived(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -77,6 +121,14 @@ class FastLinears:
             layer.__class__ = FastLinear
             setattr(layer, _CHANGES, getattr(layer, _CHANGES, 0) + 1)
         self._layers = [weakref.ref(layer) for layer in layers]
+        fast = set(map(id, layers))
+        for module in model.modules():
+            for names in _FAMILIES:
+                found = [module._modules.get(name) for name in names]
+                if all(id(one) in fast for one in found) and _SIBLINGS not in vars(found[0]):
+                    siblings = _Siblings(found)
+                    for one in found:
+                        setattr(one, _SIBLINGS, siblings)
 
     def remove(self) -> None:
         """Make them ``nn.Linear`` again, unless another change has them too."""
@@ -89,6 +141,7 @@ class FastLinears:
                 setattr(layer, _CHANGES, left)
                 continue
             delattr(layer, _CHANGES)
+            vars(layer).pop(_SIBLINGS, None)
             if type(layer) is FastLinear:
                 layer.__class__ = nn.Linear
         self._layers = []

@@ -1,6 +1,7 @@
 """Linear layers that stream their weights: the same numbers, and nothing left on the model."""
 
 import copy
+import importlib
 import pickle
 import sys
 
@@ -12,6 +13,8 @@ from locks_hf import patch, unpatch
 from locks_hf.kernels import linear
 from locks_hf.linears import FastLinear, fast_linears
 from tests.helpers import tiny_model
+
+linear_module = importlib.import_module("locks_hf.kernels.linear")
 
 
 @pytest.mark.parametrize(
@@ -143,3 +146,63 @@ def test_a_failed_patch_leaves_nothing(monkeypatch):
     assert before == (model.config._attn_implementation, {type(module) for module in model.modules()})
     with pytest.raises(ValueError, match="not patched"):
         unpatch(model)
+
+
+@pytest.fixture
+def streaming(monkeypatch):
+    """The path of a GPU, with torch's product in place of the kernel; the widths of the launches made."""
+    launches = []
+
+    def products(x, weights, biases):
+        launches.append(tuple(len(weight) for weight in weights))
+        return [nn.functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+    monkeypatch.setattr(linear_module, "streams", lambda x, weight: x.shape[-2] == 1)
+    monkeypatch.setattr("locks_hf.linears.streams", lambda x, weight: x.shape[-2] == 1)
+    monkeypatch.setattr(importlib.import_module("locks_hf.kernels.linear.triton"), "linears_triton", products)
+    return launches
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_projections_of_one_input_are_one_launch(streaming, compiled):
+    model = tiny_model("qwen3")
+    tokens = torch.randint(0, 90, (1, 9))
+    with torch.no_grad():
+        expected = [model(tokens[:, i : i + 1], use_cache=False).logits for i in range(9)]
+        with patch(model, fast_linear=True):
+            forward = torch.compile(model.__call__, fullgraph=True, backend="eager") if compiled else model
+            for i in range(9):
+                streaming.clear()
+                out = forward(tokens[:, i : i + 1], use_cache=False).logits
+                torch.testing.assert_close(out, expected[i])
+                assert streaming == [(32, 16, 16), (32,), (48, 48), (32,)] * 2 + [(96,)]
+            assert all(
+                vars(one)["_locks_siblings"]._waiting is None
+                for one in model.modules()
+                if "_locks_siblings" in vars(one)
+            )
+    assert not any("_locks_siblings" in vars(one) for one in model.modules())
+    torch._dynamo.reset()
+
+
+def test_siblings_called_in_other_ways_are_right(streaming):
+    module = nn.Module()
+    for name, size in (("q_proj", 6), ("k_proj", 3), ("v_proj", 4)):
+        setattr(module, name, nn.Linear(8, size))
+    x, y = torch.randn(2, 1, 8).unbind(0)
+    with fast_linears(module), torch.no_grad():
+        for names in (("q", "q", "k"), ("v", "k", "q"), ("k",), ("q", "k", "v")):
+            for name, input in zip(names, (x, y, x), strict=False):
+                layer = module.get_submodule(f"{name}_proj")
+                expected = nn.functional.linear(input[None], layer.weight, layer.bias)
+                assert torch.equal(layer(input[None]), expected)
+
+
+def test_siblings_of_other_widths_are_computed_apart(streaming):
+    module = nn.Module()
+    module.gate_proj, module.up_proj = nn.Linear(8, 4), nn.Linear(6, 4)
+    with fast_linears(module), torch.no_grad():
+        for layer, size in ((module.gate_proj, 8), (module.up_proj, 6)):
+            x = torch.randn(1, 1, size)
+            assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    assert streaming == [(4,), (4,)]

@@ -181,7 +181,9 @@ def test_the_choice_with_layouts_chosen_by_hand_compiles(capability, head_dim, g
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_linear_compiles(capability):
-    assert compiled(_linear_kernel, capability, ROWS=2, BLOCK_N=2, BLOCK_K=4096, HAS_BIAS=True).asm["cubin"]
+    for layers, biases in ((1, 1), (2, 2), (3, 5)):
+        sizes = {"ROWS": 2, "BLOCK_N": 2, "BLOCK_K": 4096, "LAYERS": layers, "BIASES": biases}
+        assert compiled(_linear_kernel, capability, **sizes).asm["cubin"]
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -1,9 +1,13 @@
 """The kernel of linear layers against float64, on a GPU or in the interpreter; see test_interpret_kernels.py."""
 
+import importlib
+
 import pytest
 import torch
 
 from locks_hf.kernels import backend, linear
+
+linear_module = importlib.import_module("locks_hf.kernels.linear")
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -39,3 +43,16 @@ def test_strided_inputs_and_nan():
     x[1, 3] = float("nan")
     out = linear(x, weight)
     assert out[1].isnan().all() and not out[0].isnan().any()
+
+
+@pytest.mark.parametrize("sizes", [(64, 8), (33, 5, 17), (1, 1, 1), (2, 70, 3)])
+@pytest.mark.parametrize("bias", [(True, True, True), (False, True, False), (True, False, True)])
+def test_layers_of_one_input_in_one_launch(sizes, bias):
+    x = torch.randn(1, 1, 512).to(DEVICE, torch.bfloat16)
+    weights = [torch.randn(size, 512).to(DEVICE, torch.bfloat16) for size in sizes]
+    biases = [
+        torch.randn(size).to(DEVICE, torch.bfloat16) if has else None for size, has in zip(sizes, bias, strict=False)
+    ]
+    together = linear_module.linears(x, weights, biases)
+    for out, weight, one in zip(together, weights, biases, strict=True):
+        assert torch.equal(out, linear(x, weight, one))

@@ -7,10 +7,12 @@ import torch.nn.functional as F
 
 from ..backend import has_kernels
 
-__all__ = ["MOST_ROWS", "linear"]
+__all__ = ["MOST_LAYERS", "MOST_ROWS", "linear", "linears"]
 
 #: Rows up to which the kernel is used: with more, making the sums takes longer than reading the weights.
 MOST_ROWS = 2
+#: Layers of one launch.
+MOST_LAYERS = 3
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -32,15 +34,43 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     Raises:
         ValueError: If shapes or dtypes disagree.
     """
+    return linears(x, [weight], [bias])[0]
+
+
+def linears(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    """:func:`linear` of one input by one to three layers, in one launch.
+
+    Args:
+        x: As in :func:`linear`.
+        weights: One to three weights with as many columns, in the dtype of ``x``.
+        biases: As many biases.
+
+    Returns:
+        As many outputs.
+
+    Raises:
+        ValueError: As :func:`linear`, or if there are more layers than three or none.
+    """
+    if not 0 < len(weights) <= MOST_LAYERS or len(biases) != len(weights):
+        raise ValueError(
+            f"linears takes one to {MOST_LAYERS} weights and as many biases, got {len(weights)}, {len(biases)}"
+        )
+    for weight, bias in zip(weights, biases, strict=True):
+        _check(x, weight, bias)
+    elsewhere = any(bias is not None and bias.device != x.device for bias in biases)
+    if elsewhere or not all(streams(x, weight) for weight in weights):
+        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    outs = torch.ops.locks_hf.linears(x.reshape(-1, x.shape[-1]), weights, biases)
+    return [out.view(*x.shape[:-1], -1) for out in outs]
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     if weight.ndim != 2 or x.shape[-1:] != weight.shape[1:] or (bias is not None and bias.shape != weight.shape[:1]):
         shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"
         raise ValueError(f"{shapes}, bias {None if bias is None else tuple(bias.shape)} do not fit each other")
     if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
         dtypes = ", ".join(str(one.dtype).removeprefix("torch.") for one in (x, weight, bias) if one is not None)
         raise ValueError(f"x, weight and bias must share a dtype, got {dtypes}")
-    if not streams(x, weight) or (bias is not None and bias.device != x.device):
-        return F.linear(x, weight, bias)
-    return torch.ops.locks_hf.linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
 
 
 def streams(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -53,13 +83,13 @@ def streams(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return has_kernels(x.device)
 
 
-@torch.library.custom_op("locks_hf::linear", mutates_args=())
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    from .triton import linear_triton
+@torch.library.custom_op("locks_hf::linears", mutates_args=())
+def _linears(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    from .triton import linears_triton
 
-    return linear_triton(x, weight, bias)
+    return linears_triton(x, weights, biases)
 
 
-@_linear.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
+@_linears.register_fake
+def _(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [x.new_empty((x.shape[0], weight.shape[0])) for weight in weights]

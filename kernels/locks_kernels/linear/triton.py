@@ -18,11 +18,12 @@ _WEIGHTS = 1 << 13  # of a program
 
 
 @triton.jit
-def _linear_kernel(
+def _rows_of_one(
     x_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
+    block,
     n_out,
     n_in,
     stride_x,
@@ -33,7 +34,8 @@ def _linear_kernel(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """A block of the outputs of one layer."""
+    out = block * BLOCK_N + tl.arange(0, BLOCK_N)
     channel = tl.arange(0, BLOCK_K)
     m_out, m_channel = out < n_out, channel < n_in
     p_weight = weight_ptr + out[:, None].to(tl.int64) * stride_weight + channel[None, :]
@@ -50,38 +52,96 @@ def _linear_kernel(
         tl.store(out_ptr + row * n_out + out, b_out.to(out_ptr.dtype.element_ty), mask=m_out)
 
 
+@triton.jit
+def _linear_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    second_weight_ptr,
+    second_bias_ptr,
+    second_out_ptr,
+    third_weight_ptr,
+    third_bias_ptr,
+    third_out_ptr,
+    n_out,
+    second_n_out,
+    third_n_out,
+    n_in,
+    stride_x,
+    stride_weight,
+    second_stride_weight,
+    third_stride_weight,
+    LAYERS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BIASES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One to three layers of the same input, whose blocks follow each other."""
+    block = tl.program_id(0)
+    first, second = tl.cdiv(n_out, BLOCK_N), tl.cdiv(second_n_out, BLOCK_N)
+    if block < first:
+        _rows_of_one(
+            x_ptr, weight_ptr, bias_ptr, out_ptr, block, n_out, n_in, stride_x, stride_weight, ROWS, BLOCK_N, BLOCK_K,
+            BIASES % 2 == 1, PDL,
+        )  # fmt: skip
+    elif LAYERS == 2 or block < first + second:
+        if LAYERS > 1:
+            _rows_of_one(
+                x_ptr, second_weight_ptr, second_bias_ptr, second_out_ptr, block - first, second_n_out, n_in, stride_x,
+                second_stride_weight, ROWS, BLOCK_N, BLOCK_K, BIASES // 2 % 2 == 1, PDL,
+            )  # fmt: skip
+    elif LAYERS > 2:
+        _rows_of_one(
+            x_ptr, third_weight_ptr, third_bias_ptr, third_out_ptr, block - first - second, third_n_out, n_in, stride_x,
+            third_stride_weight, ROWS, BLOCK_N, BLOCK_K, BIASES // 4 == 1, PDL,
+        )  # fmt: skip
+
+
 @launching
-def linear_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linears_triton(
+    x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None]
+) -> list[torch.Tensor]:
     """Launch the kernel.
 
     Args:
         x: ``(rows, K)``, at least one row.
-        weight: ``(N, K)``, rows contiguous.
-        bias: ``(N,)`` or ``None``.
+        weights: One to three ``(N, K)``, rows contiguous.
+        biases: As many, ``(N,)`` or ``None``.
 
     Returns:
-        ``(rows, N)`` in the dtype of ``x``.
+        As many ``(rows, N)`` in the dtype of ``x``.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
-    n_out, n_in = weight.shape
-    out = torch.empty((x.shape[0], n_out), dtype=x.dtype, device=x.device)
+    layers, n_in = len(weights), x.shape[1]
+    biases = [bias if bias is None else bias.contiguous() for bias in biases]
+    outs = [torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device) for weight in weights]
     block_in = max(128, triton.next_power_of_2(n_in))
     block_out = max(1, _WEIGHTS // block_in)
-    _linear_kernel[(triton.cdiv(n_out, block_out),)](
+    missing = [None] * (3 - layers)
+    sizes = [weight.shape[0] for weight in weights] + [0] * (3 - layers)
+    arrays = [
+        array
+        for three in zip([*weights, *missing], [*biases, *missing], [*outs, *missing], strict=True)
+        for array in three
+    ]
+    _linear_kernel[(sum(triton.cdiv(size, block_out) for size in sizes),)](
         x,
-        weight,
-        bias if bias is None else bias.contiguous(),
-        out,
-        n_out,
+        *arrays,
+        *sizes,
         n_in,
         x.stride(0),
-        weight.stride(0),
+        *(weight.stride(0) for weight in weights),
+        *([0] * (3 - layers)),
+        LAYERS=layers,
         ROWS=x.shape[0],
         BLOCK_N=block_out,
         BLOCK_K=block_in,
-        HAS_BIAS=bias is not None,
+        BIASES=sum((bias is not None) << index for index, bias in enumerate(biases)),
         **({"PDL": False} if interpreting() else programmatic_launch(x.device)),
         num_warps=4,
     )
-    return out
+    return outs
