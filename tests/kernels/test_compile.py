@@ -21,7 +21,7 @@ from locks_hf.kernels.attend.triton import _attend_combine_kernel, _attend_split
 from locks_hf.kernels.decode.triton import _end_kernel
 from locks_hf.kernels.linear.triton import _linear_kernel
 from locks_hf.kernels.score.gluon import score_kernel
-from locks_hf.kernels.score.triton import _prepare_kernel, _score_kernel
+from locks_hf.kernels.score.triton import _prepare_kernel, _score_kernel, score_settings
 from locks_hf.kernels.select.gluon import combine_kernel
 from locks_hf.kernels.select.triton import (
     _combine_kernel,
@@ -151,11 +151,15 @@ def test_large_pages_compile():
 def test_the_kernel_with_layouts_chosen_by_hand_compiles(capability, head_dim, rank, bits, group):
     kernel = compiled(
         score_kernel, capability, H=4, G=group, BLOCK_G=max(8, triton.next_power_of_2(group)), D=head_dim, P=16, R=rank,
-        BITS=bits, BLOCK_J=64, STEP=True, HAS_REAL=True, num_warps=4, maxnreg=112 if group <= 8 else None,
-        pointers={"basis_ptr": "*i8" if bits == 8 else "*u8"},
+        BITS=bits, STEP=True, HAS_REAL=True, num_warps=4,
+        maxnreg=score_settings(SummaryLayout(head_dim, rank, basis_bits=bits), group, 4, 1024, True).registers,
+        pointers={
+            "basis_ptr": "*i32", "coefficients_ptr": "*i32" if rank == 4 else "*i16", "centroid_ptr": "*i32",
+            "token_scales_ptr": "*i32",
+        },
     )  # fmt: skip
     assert kernel.asm["cubin"]
-    # Nothing moves between threads inside the loop: no barrier but those of the normalisers after it.
+    # Nothing moves between warps inside the loop: no barrier but those around and after it.
     assert kernel.asm["ptx"].count("bar.sync") <= 16
 
 

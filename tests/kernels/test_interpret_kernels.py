@@ -152,7 +152,8 @@ def random_summaries(rng, layout, batch, heads, capacity):
 @pytest.mark.parametrize(("head_dim", "dtype"), GRID, ids=GRID_IDS)
 @pytest.mark.parametrize(
     ("rank", "bits", "page_size", "group"),
-    [(8, 4, 16, 4), (4, 2, 16, 3), (2, 8, 16, 1), (5, 16, 16, 16), (7, 4, 32, 7)],
+    [(8, 4, 16, 4), (4, 2, 16, 3), (2, 8, 16, 1), (5, 16, 16, 16), (7, 4, 32, 7)]
+    + [(4, 4, 16, 8), (8, 8, 16, 16), (4, 8, 16, 1), (8, 4, 16, 7), (4, 4, 16, 12)] * ON_GPU,  # not interpreted
 )
 def test_score(rng, head_dim, dtype, rank, bits, page_size, group):
     layout = SummaryLayout(head_dim, rank, page_size, bits)
@@ -176,18 +177,34 @@ def test_score(rng, head_dim, dtype, rank, bits, page_size, group):
     torch.testing.assert_close(got, reference, rtol=1e-5, atol=tolerance)
 
 
-def test_score_survives_extreme_queries(rng):
-    layout = SummaryLayout(64, 8)
-    summaries = random_summaries(rng, layout, 1, 1, 5)
+@pytest.mark.parametrize(("rank", "pages"), [(8, 5), (4, 13), (8, 70)])
+def test_score_survives_extreme_queries(rng, rank, pages):
+    layout = SummaryLayout(64, rank)
+    summaries = random_summaries(rng, layout, 1, 1, pages)
     query = randn(rng, 1, 4, 64) * 3000  # logits far outside the range of exp
-    got = score(query, summaries, torch.tensor([5], dtype=torch.int32, device=DEVICE), 5, layout, 1.0)
+    got = score(query, summaries, torch.tensor([pages], dtype=torch.int32, device=DEVICE), pages, layout, 1.0)
     assert torch.isfinite(got).all()
-    reference = score_reference(query, summaries, torch.tensor([5], device=DEVICE), 5, layout, 1.0)
+    reference = score_reference(query, summaries, torch.tensor([pages], device=DEVICE), pages, layout, 1.0)
     # The kernels keep the query to half of 1/254 of a step of its largest entry; not all errors add up.
     centroid, coefficients, basis = (x.abs() for x in dequantize(summaries, layout))
     parts = (centroid.unsqueeze(-2) + coefficients @ basis).sum(-1).amax(-1)  # (1, 1, pages)
     step = query.abs().amax(-1)[:, None, :, None] / (127 * 254)
     assert ((got - reference).abs() <= step / 4 * parts[:, :, None] + 1e-5 * reference.abs()).all()
+
+
+@pytest.mark.parametrize("rank", [4, 8])
+@pytest.mark.parametrize("name", ["scales", "token_scales"])
+def test_a_broken_page_leaves_the_others_alone(rng, rank, name):
+    layout, pages = SummaryLayout(64, rank), 19
+    summaries = random_summaries(rng, layout, 1, 2, pages)
+    query, counts = randn(rng, 1, 8, 64), torch.tensor([pages], dtype=torch.int32, device=DEVICE)
+    whole = score(query, summaries, counts, pages, layout, 0.125)
+    broken = {**summaries, name: summaries[name].clone()}
+    broken[name][0, 0, 6] = float("nan")
+    got = score(query, broken, counts, pages, layout, 0.125)
+    assert got[0, 0, :, 6].isnan().all()
+    got[0, 0, :, 6] = whole[0, 0, :, 6]
+    torch.testing.assert_close(got, whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("refit", [True, False], ids=["refit", "project"])

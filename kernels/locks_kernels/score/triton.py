@@ -335,12 +335,14 @@ class ScoreSettings:
         blocks_per_split: Blocks a program scores, one after the other.
         warps: Warps a program.
         stages: Blocks in flight: 1, or more to load ahead through shared memory.
+        registers: Most registers of a thread, or ``None`` for as many as the compiler likes.
     """
 
     block_pages: int
     blocks_per_split: int
     warps: int = 4
     stages: int = 1
+    registers: int | None = None
 
 
 def score_settings(
@@ -357,9 +359,11 @@ def score_settings(
         processors: Multiprocessors of the device.
     """
     if by_hand:
-        # One wave of programs, four on each multiprocessor: more only wait, and leave more parts to combine.
-        blocks = rows * triton.cdiv(max_pages, 64)
-        return ScoreSettings(64, triton.cdiv(blocks, 4 * processors))
+        # One wave of programs, as many as the registers allow: more only wait, and leave more parts to combine. With
+        # the limit there is room for the next kernel too, which then starts before they end.
+        blocks, most = rows * triton.cdiv(max_pages, 32), 4 if layout.rank == 4 else 3
+        limit = 112 if layout.rank == 4 and group <= 8 and layout.head_dim <= 128 else None
+        return ScoreSettings(32, triton.cdiv(blocks, most * processors), registers=limit)
     block_rank, block_group = triton.next_power_of_2(layout.rank), max(4, triton.next_power_of_2(group))
     block_width = max(32, triton.next_power_of_2(layout.basis_width))
     # As many pages as the registers of the tiles allow.
@@ -407,33 +411,29 @@ def score_pages(
     query, key, value = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     token = (key, value, None if real is None else real.view(torch.uint8), keys, values)
     strides = [stride for x in (query, key, value) for stride in ((0, 0) if x is None else x.stride()[:2])]
-    by_hand = _by_hand(layout, group)
+    by_hand = _by_hand(layout, group, capacity)
     if settings is None:
         settings = score_settings(layout, group, rows, max_pages, by_hand, multiprocessors(query.device))
     n_splits = triton.cdiv(max_pages, settings.block_pages * settings.blocks_per_split)
     lse = torch.empty((batch, n_kv_heads, group, max_pages), dtype=torch.float32, device=query.device)
     partial = torch.empty((rows, group, n_splits), dtype=torch.float32, device=query.device)
-    words = layout.rank % 4 == 0
-    arrays = (
-        summaries["basis"],
-        summaries["coefficients"].view(torch.int32) if words else summaries["coefficients"],
-        summaries["centroid"],
-        summaries["token_scales"],
-        summaries["scales"],
-        counts,
-        lse,
-        partial,
-    )
+    results = (counts, lse, partial)
     sizes = {"H": n_kv_heads, "G": group, "D": head_dim, "P": layout.page_size, "STEP": step is not None}
-    summary = {"R": layout.rank, "BITS": layout.basis_bits, "BLOCK_J": settings.block_pages}
+    summary = {"R": layout.rank, "BITS": layout.basis_bits}
     options = {**programmatic_launch(query.device), "num_warps": settings.warps}
     if by_hand:
         from .gluon import score_kernel
 
+        # In the units of its loads; scales are read one by one.
         score_kernel[(n_splits, rows)](
             query,
             *token,
-            *arrays,
+            summaries["basis"].view(torch.int32),
+            summaries["coefficients"].view(torch.int32 if layout.rank == 4 else torch.int16),
+            summaries["centroid"].view(torch.int32),
+            summaries["token_scales"].view(torch.int32),
+            summaries["scales"],
+            *results,
             scaling,
             max_pages,
             capacity,
@@ -445,8 +445,7 @@ def score_pages(
             **options,
             BLOCK_G=max(8, triton.next_power_of_2(group)),
             HAS_REAL=real is not None,
-            # Sixteen warps a multiprocessor, and room for the next kernel, which then starts before they end.
-            maxnreg=112 if group <= 8 else None,
+            maxnreg=settings.registers,
         )
         return lse, partial
 
@@ -471,11 +470,17 @@ def score_pages(
         OFFSET=1 << (layout.basis_bits - 1) if layout.basis_bits < 8 else 0,
         HAS_REAL=real is not None,
     )
+    words = layout.rank % 4 == 0
     _score_kernel[(n_splits, rows)](
         codes,
         unit,
         bias,
-        *arrays,
+        summaries["basis"],
+        summaries["coefficients"].view(torch.int32) if words else summaries["coefficients"],
+        summaries["centroid"],
+        summaries["token_scales"],
+        summaries["scales"],
+        *results,
         max_pages,
         capacity,
         n_splits,
@@ -483,6 +488,7 @@ def score_pages(
         **sizes,
         **summary,
         **options,
+        BLOCK_J=settings.block_pages,
         BLOCK_G=block_group,
         BLOCK_R=triton.next_power_of_2(layout.rank),
         PARTS=layout.codes_per_byte,
@@ -509,7 +515,7 @@ def score_triton(
     return score_pages(query, summaries, n_pages, max_pages, layout, scaling)[0]
 
 
-def _by_hand(layout: SummaryLayout, group: int) -> bool:
+def _by_hand(layout: SummaryLayout, group: int, capacity: int) -> bool:
     """Whether the kernel with layouts chosen by hand fits the summaries; the interpreter has none."""
     return (
         not interpreting()
@@ -518,4 +524,5 @@ def _by_hand(layout: SummaryLayout, group: int) -> bool:
         and layout.page_size == 16
         and layout.head_dim in (64, 128, 256)
         and group <= 16
+        and capacity >= 8  # it loads as many pages at a time
     )
