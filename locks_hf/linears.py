@@ -51,8 +51,8 @@ def _plain() -> nn.Linear:
 class _Siblings:
     """Layers of the same input, computed together when the first of them is called.
 
-    What the others get then waits for their calls, which come with the same tensor object; on any other each computes
-    anew.
+    What the others get then waits for their calls, which come with the same tensor, unchanged; for any other each
+    computes anew.
 
     Args:
         layers: Two or three.
@@ -60,19 +60,24 @@ class _Siblings:
 
     def __init__(self, layers: list[FastLinear]):
         self._layers = layers
-        self._waiting: tuple[torch.Tensor, dict[int, torch.Tensor]] | None = None
+        self._waiting: tuple[torch.Tensor, int, dict[int, torch.Tensor]] | None = None
 
     def output(self, layer: FastLinear, input: torch.Tensor) -> torch.Tensor:
         """What ``layer`` makes of ``input``."""
         index = next(i for i, one in enumerate(self._layers) if one is layer)
-        waiting = self._waiting
-        if waiting is None or waiting[0] is not input or index not in waiting[1]:
-            if not self._alike():
-                return linear(input, layer.weight, layer.bias)
-            outputs = linears(input, [one.weight for one in self._layers], [one.bias for one in self._layers])
-            waiting = (input, dict(enumerate(outputs)))
-        output = waiting[1].pop(index)
-        self._waiting = waiting if waiting[1] else None
+        version = _version(input)
+        if self._waiting is not None:
+            of, then, outputs = self._waiting
+            output = outputs.pop(index, None) if of is input and then == version else None
+            if not outputs:
+                self._waiting = None
+            if output is not None:
+                return output
+        if not self._alike():
+            return linear(input, layer.weight, layer.bias)
+        outputs = dict(enumerate(linears(input, [x.weight for x in self._layers], [x.bias for x in self._layers])))
+        output = outputs.pop(index)
+        self._waiting = (input, version, outputs)
         return output
 
     def _alike(self) -> bool:
@@ -85,6 +90,11 @@ class _Siblings:
             and one.weight.device == first.device
             for one in self._layers
         )
+
+
+def _version(input: torch.Tensor) -> int:
+    """A number that changes with the tensor's contents, where torch counts them."""
+    return 0 if torch.compiler.is_compiling() or input.is_inference() else input._version
 
 
 def _derived(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:

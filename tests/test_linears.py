@@ -198,6 +198,16 @@ def test_siblings_called_in_other_ways_are_right(streaming):
                 assert torch.equal(layer(input[None]), expected)
 
 
+def test_siblings_see_that_their_input_has_changed(streaming):
+    module = nn.Module()
+    module.gate_proj, module.up_proj = nn.Linear(8, 4), nn.Linear(8, 4)
+    x = torch.randn(1, 1, 8)
+    with fast_linears(module), torch.no_grad():
+        module.gate_proj(x)
+        x += 1
+        assert torch.equal(module.up_proj(x), nn.functional.linear(x, module.up_proj.weight, module.up_proj.bias))
+
+
 def test_siblings_of_other_widths_are_computed_apart(streaming):
     module = nn.Module()
     module.gate_proj, module.up_proj = nn.Linear(8, 4), nn.Linear(6, 4)
