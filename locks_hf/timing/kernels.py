@@ -2,7 +2,8 @@
 
 One graph calls an operation once for each layer of a synthetic cache, so that each call reads other memory than the
 ones before it; the layers' arrays together are larger than the L2 cache of current GPUs at all but short contexts, and
-a remark says where they are not. Bytes are those the layout requires, each counted once.
+a remark says where they are not. Bytes are those the layout requires, each counted once. ``linear`` is all linear
+layers of a model, one after the other, with torch's products and with those of ``--linear fast``.
 """
 
 from __future__ import annotations
@@ -10,21 +11,27 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise, product
 
 import torch
+from torch import nn
 
 from locks_hf import LocksCache
 from locks_hf.kernels import SummaryLayout, attend, combine, decode_step, score, summarize, top_pages
+from locks_hf.linears import fast_linears
 
 from .arms import Arm, needs, parse_arm
 from .clock import WARM_UP, Clock
 from .fill import PAGE, fill_synthetic
+from .memory import Needs, refusal
 from .run import Run, add_options, open_run, plan_memory, positive, progress, tokens
+from .shapes import make_model
 from .tables import kernels_table
 
-OPS = ("summarize", "score", "select", "attend", "step")
+OPS = ("summarize", "score", "select", "attend", "step", "linear")
+LINEARS = ("torch", "fast")
 _SUMMARIZED = 1 << 16  # pages a call of summarize
 _CEILING_BYTES = 4 << 30
 
@@ -67,20 +74,25 @@ def _measure(this: Run, arms: list[Arm]) -> None:
     args = this.args
     shape = replace(this.shape, layers=args.layers or this.shape.layers, parameters=0)
     room = _room(args.repeats)
-    groups = list(product(args.batch, args.contexts, arms))
+    ops = [op for op in args.ops if op != "linear"]
+    groups = list(product(args.batch, args.contexts, arms)) if ops else []
     wanted = []
     for batch, context, arm in groups:
         takes = needs(shape, arm, context, batch, room, this.dtype, this.clock)
         wanted.append(({"context": context, "batch": batch, "arm": arm.name}, takes))
     refused = plan_memory(this, wanted)
     this.begin({"contexts": args.contexts, "batches": args.batch, "arms": args.arms, "ops": args.ops})
-    with progress(len(groups) * len(args.ops) + 2, "op") as bar:
+    linears = list(product(args.batch, LINEARS)) if "linear" in args.ops else []
+    with progress(len(groups) * len(ops) + len(linears) + 2, "op") as bar:
         for op in ("read", "copy"):
             if not this.store.has({"op": op}):
                 this.attempt({"op": op}, None, ceiling, op, this.clock, this.free, args.repeats)
             bar.update()
+        todo = [({"op": "linear", "batch": batch, "arm": how}, batch, how) for batch, how in linears]
+        bar.update(sum(this.store.has(cell) for cell, *_ in todo))
+        _measure_linears(this, [one for one in todo if not this.store.has(one[0])], bar)
         for place, (batch, context, arm) in enumerate(groups):
-            cells = {op: {"op": op, "context": context, "batch": batch, "arm": arm.name} for op in args.ops}
+            cells = {op: {"op": op, "context": context, "batch": batch, "arm": arm.name} for op in ops}
             todo = {op: cell for op, cell in cells.items() if not this.store.has(cell)}
             bar.update(len(cells) - len(todo))
             bar.set_postfix_str(f"{arm.name} {context}x{batch}")
@@ -95,6 +107,38 @@ def _measure(this: Run, arms: list[Arm]) -> None:
                 bar.update()
             bodies.clear()
             this.clock.release()
+
+
+def _measure_linears(this: Run, todo: list[tuple[dict, int, str]], bar) -> None:
+    if not todo:
+        return
+    too_much = refusal(Needs(weights=this.shape.parameters * this.dtype.itemsize), this.free)
+    models: list = []
+    for cell, batch, how in todo:
+        this.attempt(cell, too_much and ("does not fit", too_much), _time_linears, this, batch, how, models)
+        bar.update()
+    models.clear()
+    this.clock.release()
+
+
+def _time_linears(this: Run, batch: int, how: str, models: list) -> dict:
+    if not models:
+        models.append(make_model(this.shape, this.device, this.dtype, this.args.seed))
+    layers = [module for module in models[0].modules() if type(module) is nn.Linear]
+    generator = torch.Generator(this.device).manual_seed(this.args.seed)
+    inputs = {
+        size: torch.randn((batch, 1, size), generator=generator, dtype=this.dtype, device=this.device)
+        for size in {layer.in_features for layer in layers}
+    }
+
+    def body() -> None:
+        for layer in layers:
+            layer(inputs[layer.in_features])
+
+    with torch.no_grad(), fast_linears(models[0]) if how == "fast" else nullcontext():
+        us = time_calls(this.clock, body, 1, this.args.repeats)
+    moved = sum(layer.weight.nbytes for layer in layers)
+    return {**rates(us, moved), "note": f"all {len(layers)} linear layers of the model"}
 
 
 def _room(repeats: int) -> int:

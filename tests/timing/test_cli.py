@@ -214,7 +214,7 @@ def test_kernels_times_every_op_beside_the_ceiling(tmp_path, capsys):
     assert main(command) == 0
     out = capsys.readouterr().out
     assert {cell["cell"]["op"] for cell in cells_of(tmp_path)} == {
-        *("read", "copy", "summarize", "score", "select", "attend", "step")
+        *("read", "copy", "summarize", "score", "select", "attend", "step", "linear")
     }
     assert {cell["status"] for cell in cells_of(tmp_path)} == {"ok"}
     score = cells_of(tmp_path, op="score", arm="locks-r4i4", batch=2)[0]
@@ -222,6 +222,10 @@ def test_kernels_times_every_op_beside_the_ceiling(tmp_path, capsys):
     per_page = 4 * 8 + 16 * 4 + 16 + 2 * (16 + 1 + 4)
     assert score["bytes"] == 2 * 2 * 32 * per_page + 4 * 2 * 4 * 32
     assert score["gb_per_s"] == pytest.approx(score["bytes"] / score["us_mean"] / 1e3)
+    # Of 3 layers: queries, keys, values and outputs, gate and up, down; then the head.
+    torch_linear, fast_linear = cells_of(tmp_path, op="linear", batch=1)
+    sizes = 3 * (64 * (64 + 32 + 32 + 64) + 64 * 192 + 96 * 64) + 64 * 128
+    assert torch_linear["bytes"] == fast_linear["bytes"] == 4 * sizes
     attend = cells_of(tmp_path, op="attend", arm="locks-r4i4", batch=1)[0]
     assert attend["bytes"] == 2 * 64 * 2 * 16 * 4  # KV heads, budget, keys and values, channels, fp32
     assert "of read ceiling" in out
