@@ -59,9 +59,13 @@ def _end_kernel(
     row = row_head // H
     g = tl.program_id(1)
     added = tl.load(added_ptr + row)  # 1, or 0 for padding, or -1 for a token without room
-    if PDL:  # only the attention is of the kernel before
-        gdc_wait()
+    if PDL:
+        # What follows may start while the attention still runs: it waits for the end of this kernel, which waits for
+        # that of the attention. So only weights may be read before that wait, as by a linear layer, which fetches them
+        # while the memory idles. No other kernel may let its successor start before its own wait: by that alone all
+        # that is older than the attention has ended when this kernel and its successor start, as `added` here needs.
         gdc_launch_dependents()
+        gdc_wait()
     if g < G:
         channel = tl.arange(0, BLOCK_D)
         b_out = combined_output(partial_out_ptr, partial_lse_ptr, row_head, g, n_splits, G, D, BLOCK_D, BLOCK_S)
