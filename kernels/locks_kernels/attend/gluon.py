@@ -136,17 +136,19 @@ def _threshold(key, wanted, low, count, near_low, num_warps: gl.constexpr):
 
 @gluon.jit
 def _choose(key, index, wanted, low, count, near_low, num_warps: gl.constexpr):
-    """As of :func:`locks_hf.kernels.select.triton._choose`."""
+    """As of :func:`locks_hf.kernels.select.triton._choose`: which are chosen, and the smallest key among them."""
     low, count = _threshold(key, wanted, low, count, near_low, num_warps)
-    chosen = key >= low
+    cut = low
     if count != wanted:  # equal keys at the threshold
         chosen = key > low
         missing = wanted - _total(gl.sum(gl.sum(chosen.to(gl.int32), axis=3), axis=0), num_warps)
         order = gl.where(key == low, 0x80000000 - index.to(gl.uint32), 0)
         order = gl.where(missing > 0, order, 0)
         first, _ = _threshold(order, missing, low * 0 + 1, count * 0 + (1 << 15), False, num_warps)
-        chosen = chosen | (order >= first)
-    return chosen, low
+        # As keys again, since predicates that live through a branch cost more.
+        key = gl.where(chosen | (order >= first), 1, 0).to(gl.uint32)
+        cut = low * 0 + 1
+    return key >= cut, low
 
 
 @gluon.jit
@@ -190,37 +192,101 @@ def _places(chosen, C: gl.constexpr, num_warps: gl.constexpr, KEYS: gl.constexpr
 
 
 @gluon.jit
-def _four_pages(chosen, page, place, C: gl.constexpr, num_warps: gl.constexpr, KEYS: gl.constexpr):
-    """The pages in the four places of the chosen ones from ``place`` on, -1 where there is none.
-
-    The places are those of :func:`_places`, but no key asks for its own: each thread looks for the bits with those
-    numbers.
-    """
-    bits, _ = _chosen_bits(chosen, C, KEYS)
-    run = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, KEYS))))
-    first = gl.sum(gl.where(run[None, None, None, :] == 0, page, 0), axis=3)  # page of each run
-    index = place - _before(bits, num_warps)
-    a, b = _page_of_bit(bits, index, first, C), _page_of_bit(bits, index + 1, first, C)
-    c, d = _page_of_bit(bits, index + 2, first, C), _page_of_bit(bits, index + 3, first, C)
-    a, b, c, d = _meet(gl.max(a, axis=1), gl.max(b, axis=1), gl.max(c, axis=1), gl.max(d, axis=1), num_warps)
-    return gl.max(a, axis=0), gl.max(b, axis=0), gl.max(c, axis=0), gl.max(d, axis=0)
+def _ballot(chosen):
+    """A bit for each lane of the warp."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }",
+        "=r,r",
+        [chosen.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
-def _page_of_bit(bits, index, first, C: gl.constexpr):
-    """The page of the set bit with a number, counting from the lowest; -1 where there is none."""
-    exists = (index >= 0) & (index < _popcount(bits))
-    position = index * 0
+def _of_lane(x, lane):
+    """What another lane of the warp has."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r", [x, lane], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.constexpr_function
+def _log2_of(n):
+    return n.bit_length() - 1
+
+
+@gluon.jit
+def _registers(x, C: gl.constexpr):
+    """Of ``(repeats, warps, 32, 8)`` what a thread has, each as ``(warps, 32)``: by runs, then within them."""
+    W: gl.constexpr = x.shape[1]
+    parts = (gl.reshape(gl.permute(x, (1, 2, 0, 3)), (W, 32, 8 * C)),)
+    for level in gl.static_range(_log2_of(8 * C)):
+        halves = ()
+        for i in gl.static_range(1 << level):
+            half = gl.reshape(parts[i], (W, 32, 2, (8 * C) >> (level + 1)))
+            first, second = gl.split(gl.permute(half, (0, 1, 3, 2)))
+            halves = halves + (first, second)  # noqa: RUF005  what Triton compiles
+        parts = halves
+    registers = ()
+    for i in gl.static_range(8 * C):
+        registers = registers + (gl.reshape(parts[i], (W, 32)),)  # noqa: RUF005
+    return registers
+
+
+@gluon.jit
+def _four_pages(chosen, page, place, C: gl.constexpr, num_warps: gl.constexpr):
+    """The pages in four places of the chosen ones from ``place`` on, -1 where there is none.
+
+    The places count by warps, then by the registers of a thread, then by lanes. A vote for each register tells every
+    lane what its warp has chosen; every fourth lane looks for the same place.
+    """
+    votes = _registers(_ballot(chosen), C)
+    pages = _registers(page, C)
+    THREADS: gl.constexpr = votes[0].type.layout
+    ALL: gl.constexpr = _everywhere([num_warps], num_warps)
+    count = _popcount(votes[0])
+    for i in gl.static_range(1, 8 * C):
+        count += _popcount(votes[i])
+    totals = gl.convert_layout(gl.max(count, axis=1), ALL)
+    warp = gl.arange(0, num_warps, gl.SliceLayout(1, THREADS))
+    warps = gl.arange(0, num_warps, ALL)
+    before = gl.full_like(warp, 0)
+    for w in gl.static_range(num_warps - 1):
+        before += gl.where(warp > w, gl.sum(gl.where(warps == w, totals, 0), axis=0), 0)
+    lane = gl.arange(0, 32, gl.SliceLayout(0, THREADS))
+    index = (place + lane % 4)[None, :] - before[:, None]
+    exists = (index >= 0) & (index < count)
+    # The register with that place: how many are before it, and its number.
+    vote, passed = votes[0], gl.full_like(index, 0)
+    through = _popcount(vote)
+    for i in gl.static_range(1, 8 * C):
+        reached = index >= through
+        vote = gl.where(reached, votes[i], vote)
+        passed = gl.where(reached, through * 32 + i, passed)
+        through += _popcount(votes[i])
+    index -= passed >> 5
+    position = index * 0  # of the bit with that number
     for i in gl.static_range(5):
-        if 16 >> i < 8 * C:
-            below = _popcount(bits & ((1 << (16 >> i)) - 1))
-            higher = index >= below
-            position += gl.where(higher, 16 >> i, 0)
-            index -= gl.where(higher, below, 0)
-            bits = gl.where(higher, bits >> (16 >> i), bits)
-    repeat = gl.arange(0, C, gl.SliceLayout(1, gl.SliceLayout(2, first.type.layout)))
-    run_page = gl.sum(gl.where(repeat[:, None, None] == gl.expand_dims(position >> 3, 0), first, 0), axis=0)
-    return gl.where(exists, run_page + (position & 7), -1)
+        below = _popcount(vote & ((1 << (16 >> i)) - 1))
+        higher = index >= below
+        position += gl.where(higher, 16 >> i, 0)
+        index -= gl.where(higher, below, 0)
+        vote = gl.where(higher, (vote.to(gl.uint32, bitcast=True) >> (16 >> i)).to(gl.int32, bitcast=True), vote)
+    found = _of_lane(pages[0], position)
+    for run in gl.static_range(1, C):
+        found = gl.where(passed % 32 >= 8 * run, _of_lane(pages[8 * run], position), found)
+    found = gl.where(exists, found + (passed & 7), -1)  # pages of a run follow each other
+    found = gl.max(gl.reshape(found, (num_warps, 8, 4)), axis=1)
+    found = gl.max(gl.convert_layout(found, _everywhere([num_warps, 4], num_warps)), axis=0)
+    which = gl.arange(0, 4, found.type.layout)
+    return (
+        gl.max(gl.where(which == 0, found, -1), axis=0),
+        gl.max(gl.where(which == 1, found, -1), axis=0),
+        gl.max(gl.where(which == 2, found, -1), axis=0),
+        gl.max(gl.where(which == 3, found, -1), axis=0),
+    )
 
 
 @gluon.jit
@@ -353,7 +419,7 @@ def attend_kernel(
     if others > 0:
         chosen, low = _choose(key, page, others, low, bound, in_groups, num_warps)
         if FOUR:
-            one, two, three, four = _four_pages(chosen, page, start - 1, C_KEYS, num_warps, KEYS)
+            one, two, three, four = _four_pages(chosen, page, start - 1, C_KEYS, num_warps)
         else:
             place = _places(chosen, C_KEYS, num_warps, KEYS) + 1
             gl.store(p_pages + (place - start), page, mask=chosen & (place >= start) & (place < end))

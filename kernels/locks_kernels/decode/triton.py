@@ -58,26 +58,24 @@ def _end_kernel(
     row_head = tl.program_id(0).to(tl.int64)
     row = row_head // H
     g = tl.program_id(1)
-    added = tl.load(added_ptr + row)  # 1, or 0 for padding, or -1 for a token without room
     if PDL:
         # What follows may start while the attention still runs: it waits for the end of this kernel, which waits for
         # that of the attention. So only weights may be read before that wait, as by a linear layer, which fetches them
         # while the memory idles. No other kernel may let its successor start before its own wait: by that alone all
-        # that is older than the attention has ended when this kernel and its successor start, as `added` here needs.
+        # that is older than the attention has ended when this kernel and its successor start. So here everything but
+        # the attention's results can be read at once.
         gdc_launch_dependents()
-        gdc_wait()
+    added = tl.load(added_ptr + row)  # 1, or 0 for padding, or -1 for a token without room
     if g < G:
+        if PDL:
+            gdc_wait()
         channel = tl.arange(0, BLOCK_D)
         b_out = combined_output(partial_out_ptr, partial_lse_ptr, row_head, g, n_splits, G, D, BLOCK_D, BLOCK_S)
         b_out = tl.where(added == 0, 0.0, tl.where(added < 0, float("nan"), b_out))
         tl.store(out_ptr + (row_head * G + g) * D + channel, b_out.to(out_ptr.dtype.element_ty), mask=channel < D)
     else:
-        if row_head % H == 0:
-            tl.store(counts_ptr + row, tl.load(counts_ptr + row) + (added != 0).to(tl.int32))
-            if row == 0:
-                tl.store(counts_ptr + n_rows, tl.load(counts_ptr + n_rows) + 1)
         length = tl.load(lengths_ptr + row)
-        if (added > 0) & (length % P == 0):
+        if (added > 0) & (length % P == 0):  # the attention, which takes as long, does not look at summaries
             page = (length // P - 1).to(tl.int64)
             token = tl.arange(0, BLOCK_P)
             lane, m_lane = packed_channels(D, PARTS, BLOCK_W)
@@ -103,6 +101,12 @@ def _end_kernel(
                 REFIT,
                 N_SCALES,
             )
+        if PDL:
+            gdc_wait()
+        if row_head % H == 0:
+            tl.store(counts_ptr + row, tl.load(counts_ptr + row) + (added != 0).to(tl.int32))
+            if row == 0:
+                tl.store(counts_ptr + n_rows, tl.load(counts_ptr + n_rows) + 1)
 
 
 @launching
