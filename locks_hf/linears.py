@@ -29,15 +29,13 @@ class FastLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As of ``nn.Linear``."""
-        weight, bias = self.weight, self.bias
-        # A hook may have kept this method beyond its change, or something put other weights in.
-        usual = not self.__dict__.get(_CHANGES) or type(weight) is not nn.Parameter or input.dtype != weight.dtype
-        if usual or _derived(input, weight, bias) or torch.is_autocast_enabled(input.device.type):
-            return F.linear(input, weight, bias)
+        # A hook may have kept this method beyond its change.
+        if not self.__dict__.get(_CHANGES) or not _usual(self, input):
+            return F.linear(input, self.weight, self.bias)
         siblings = self.__dict__.get(_SIBLINGS)
-        if siblings is None or not streams(input, weight):
-            return linear(input, weight, bias)
-        return siblings.output(self, input)
+        if siblings is not None and _recording(input) and streams(input, self.weight):
+            return siblings.output(self, input)
+        return linear(input, self.weight, self.bias)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         """As of an ``nn.Linear``: a copy is part of no change."""
@@ -48,53 +46,72 @@ def _plain() -> nn.Linear:
     return nn.Linear.__new__(nn.Linear)
 
 
+def _usual(layer: nn.Linear, input: torch.Tensor) -> bool:
+    """Whether a layer's weights are parameters of the input's dtype, and only values are asked for."""
+    weight, bias = layer.weight, layer.bias
+    if type(weight) is not nn.Parameter or input.dtype != weight.dtype:  # something put other weights in
+        return False
+    return not _derived(input, weight, bias) and not torch.is_autocast_enabled(input.device.type)
+
+
+def _recording(input: torch.Tensor) -> bool:
+    """Whether what runs is what a compiler traces or a CUDA graph records, by code that is then repeated."""
+    if torch.compiler.is_compiling():
+        return True
+    return input.is_cuda and torch.cuda.is_current_stream_capturing() and not input.is_inference()
+
+
 class _Siblings:
     """Layers of the same input, computed together when the first of them is called.
 
-    What the others get then waits for their calls, which come with the same tensor, unchanged; for any other each
-    computes anew.
+    Only where a step is traced or recorded, in which nothing but the model runs: what the others get waits for their
+    calls, which come with the same tensor, and is forgotten if they do not. Models change neither that tensor nor
+    weights between such calls; where torch counts changes of a tensor, one is seen.
 
     Args:
         layers: Two or three.
     """
 
     def __init__(self, layers: list[FastLinear]):
-        self._layers = layers
+        self._layers = [weakref.ref(layer) for layer in layers]
         self._waiting: tuple[torch.Tensor, int, dict[int, torch.Tensor]] | None = None
+        self._apart = False
 
     def output(self, layer: FastLinear, input: torch.Tensor) -> torch.Tensor:
         """What ``layer`` makes of ``input``."""
-        index = next(i for i, one in enumerate(self._layers) if one is layer)
-        version = _version(input)
-        if self._waiting is not None:
-            of, then, outputs = self._waiting
+        layers, version, waiting = [one() for one in self._layers], _version(input), self._waiting
+        index = next(i for i, one in enumerate(layers) if one is layer)
+        self._waiting = None
+        if waiting is not None:
+            of, then, outputs = waiting
             output = outputs.pop(index, None) if of is input and then == version else None
-            if not outputs:
-                self._waiting = None
             if output is not None:
+                self._waiting = waiting if outputs else None
                 return output
-        if not self._alike():
+            self._apart = True  # they are not called as siblings are
+        if self._apart or not _alike(layers, input):
             return linear(input, layer.weight, layer.bias)
-        outputs = dict(enumerate(linears(input, [x.weight for x in self._layers], [x.bias for x in self._layers])))
+        outputs = dict(enumerate(linears(input, [x.weight for x in layers], [x.bias for x in layers])))
         output = outputs.pop(index)
         self._waiting = (input, version, outputs)
         return output
 
-    def _alike(self) -> bool:
-        """Whether one launch can do them still: other weights may have been put in."""
-        first = self._layers[0].weight
-        return all(
-            type(one.weight) is nn.Parameter
-            and one.weight.shape[1:] == first.shape[1:]
-            and one.weight.dtype == first.dtype
-            and one.weight.device == first.device
-            for one in self._layers
-        )
+
+def _alike(layers: list[nn.Linear | None], input: torch.Tensor) -> bool:
+    """Whether one launch can do them still: they may be gone, or part of no change, or have other weights."""
+    return all(
+        one is not None
+        and _CHANGES in vars(one)
+        and _usual(one, input)
+        and one.weight.shape[1] == input.shape[-1]
+        and one.weight.device == input.device
+        for one in layers
+    )
 
 
 def _version(input: torch.Tensor) -> int:
     """A number that changes with the tensor's contents, where torch counts them."""
-    return 0 if torch.compiler.is_compiling() or input.is_inference() else input._version
+    return 0 if torch.compiler.is_compiling() else input._version
 
 
 def _derived(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -135,7 +152,7 @@ class FastLinears:
         for module in model.modules():
             for names in _FAMILIES:
                 found = [module._modules.get(name) for name in names]
-                if all(id(one) in fast for one in found) and _SIBLINGS not in vars(found[0]):
+                if all(id(one) in fast for one in found):
                     siblings = _Siblings(found)
                     for one in found:
                         setattr(one, _SIBLINGS, siblings)

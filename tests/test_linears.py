@@ -4,6 +4,7 @@ import copy
 import importlib
 import pickle
 import sys
+import weakref
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from locks_hf.linears import FastLinear, fast_linears
 from tests.helpers import tiny_model
 
 linear_module = importlib.import_module("locks_hf.kernels.linear")
+recording = importlib.import_module("locks_hf.linears")._recording
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_a_failed_patch_leaves_nothing(monkeypatch):
 
 @pytest.fixture
 def streaming(monkeypatch):
-    """The path of a GPU, with torch's product in place of the kernel; the widths of the launches made."""
+    """The path of a GPU that records, with torch's product in place of the kernel; the widths of the launches made."""
     launches = []
 
     def products(x, weights, biases):
@@ -159,6 +161,7 @@ def streaming(monkeypatch):
 
     monkeypatch.setattr(linear_module, "streams", lambda x, weight: x.shape[-2] == 1)
     monkeypatch.setattr("locks_hf.linears.streams", lambda x, weight: x.shape[-2] == 1)
+    monkeypatch.setattr("locks_hf.linears._recording", lambda x: True)
     monkeypatch.setattr(importlib.import_module("locks_hf.kernels.linear.triton"), "linears_triton", products)
     return launches
 
@@ -198,14 +201,69 @@ def test_siblings_called_in_other_ways_are_right(streaming):
                 assert torch.equal(layer(input[None]), expected)
 
 
-def test_siblings_see_that_their_input_has_changed(streaming):
+@pytest.fixture
+def gated():
+    """Two layers of one input."""
     module = nn.Module()
     module.gate_proj, module.up_proj = nn.Linear(8, 4), nn.Linear(8, 4)
-    x = torch.randn(1, 1, 8)
+    return module
+
+
+def test_siblings_see_that_their_input_has_changed(streaming, gated):
+    module, x = gated, torch.randn(1, 1, 8)
     with fast_linears(module), torch.no_grad():
         module.gate_proj(x)
         x += 1
         assert torch.equal(module.up_proj(x), nn.functional.linear(x, module.up_proj.weight, module.up_proj.bias))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_outside_of_recordings_nothing_waits(streaming, monkeypatch, gated, context):
+    monkeypatch.setattr("locks_hf.linears._recording", recording)
+    x = torch.randn(1, 1, 8)
+    with fast_linears(gated), context():
+        gated.gate_proj(x)
+        gated.up_proj.weight.mul_(2)
+        x = x.mul_(3)
+        expected = nn.functional.linear(x, gated.up_proj.weight, gated.up_proj.bias)
+        assert torch.equal(gated.up_proj(x), expected)
+    assert streaming == [(4,), (4,)]
+
+
+def test_layers_that_are_not_called_as_siblings_are_computed_apart(streaming, gated):
+    with fast_linears(gated), torch.no_grad():
+        for _ in range(4):
+            gated.gate_proj(torch.randn(1, 1, 8))
+    assert streaming == [(4, 4), (4,), (4,), (4,)]
+
+
+def test_a_sibling_with_derivatives_has_them(streaming, gated):
+    gated.gate_proj.requires_grad_(False)
+    with fast_linears(gated):
+        out = gated.gate_proj(torch.ones(1, 1, 8)) + gated.up_proj(torch.ones(1, 1, 8))
+        out.sum().backward()
+    assert gated.up_proj.weight.grad is not None and streaming == [(4,)]
+
+
+def test_overlapping_changes_leave_no_half_of_a_family(streaming, gated):
+    inner = fast_linears(gated.gate_proj)
+    with inner, torch.no_grad():
+        with fast_linears(gated):
+            pass
+        gated.gate_proj(torch.ones(1, 1, 8))
+        assert streaming == [(4,)]
+        with fast_linears(gated):
+            x = torch.ones(1, 1, 8)
+            gated.gate_proj(x), gated.up_proj(x)
+            assert streaming == [(4,), (4, 4)]
+
+
+def test_a_changed_model_is_freed_at_once(gated):
+    with fast_linears(gated):
+        kept = weakref.ref(gated.gate_proj.weight)
+        other = nn.Linear(8, 4)
+        gated.gate_proj = other
+        assert kept() is None
 
 
 def test_siblings_of_other_widths_are_computed_apart(streaming):

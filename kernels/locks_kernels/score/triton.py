@@ -20,6 +20,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..backend import interpreting, launching, multiprocessors, programmatic_launch
 from ..layout import SummaryLayout
 
+#: Pages that a warp scores at a time in the kernel with layouts chosen by hand.
+PAGES_OF_WARP = 8
+
 
 @triton.jit
 def quantize_query(query):
@@ -333,7 +336,7 @@ class ScoreSettings:
     Attributes:
         block_pages: Pages scored at a time, a power of two of at least 16.
         blocks_per_split: Blocks a program scores, one after the other.
-        warps: Warps a program.
+        warps: Warps a program, in the kernel that the compiler lays out.
         stages: Blocks in flight: 1, or more to load ahead through shared memory.
         registers: Most registers of a thread, or ``None`` for as many as the compiler likes.
     """
@@ -359,11 +362,11 @@ def score_settings(
         processors: Multiprocessors of the device.
     """
     if by_hand:
-        # One wave of programs, as many as the registers allow: more only wait, and leave more parts to combine. With
-        # the limit there is room for the next kernel too, which then starts before they end.
-        blocks, most = rows * triton.cdiv(max_pages, 32), 4 if layout.rank == 4 else 3
-        limit = 112 if layout.rank == 4 and group <= 8 and layout.head_dim <= 128 else None
-        return ScoreSettings(32, triton.cdiv(blocks, most * processors), registers=limit)
+        # One wave of programs, as many as the registers allow: more only wait, and leave more parts to combine.
+        blocks = rows * triton.cdiv(max_pages, 32)
+        larger = (layout.rank == 8) + (group > 8) + (layout.head_dim > 128)
+        most, registers = ((4, 128), (3, 144 if layout.rank == 8 else 168), (2, 255), (2, 255))[larger]
+        return ScoreSettings(32, triton.cdiv(blocks, most * processors), registers=registers)
     block_rank, block_group = triton.next_power_of_2(layout.rank), max(4, triton.next_power_of_2(group))
     block_width = max(32, triton.next_power_of_2(layout.basis_width))
     # As many pages as the registers of the tiles allow.
@@ -442,7 +445,7 @@ def score_pages(
             *strides,
             **sizes,
             **summary,
-            **options,
+            **{**options, "num_warps": settings.block_pages // PAGES_OF_WARP},
             BLOCK_G=max(8, triton.next_power_of_2(group)),
             HAS_REAL=real is not None,
             maxnreg=settings.registers,
@@ -524,5 +527,5 @@ def _by_hand(layout: SummaryLayout, group: int, capacity: int) -> bool:
         and layout.page_size == 16
         and layout.head_dim in (64, 128, 256)
         and group <= 16
-        and capacity >= 8  # it loads as many pages at a time
+        and capacity >= PAGES_OF_WARP  # it loads as many at a time
     )
