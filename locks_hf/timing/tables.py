@@ -174,7 +174,7 @@ def kernels_table(cells: Sequence[dict], is_measurement: bool) -> str:
         if cell["status"] != "ok":
             rows.append([*first, cell["status"], *("-",) * 3, _short(cell.get("reason", ""))])
             continue
-        share = None if read is None else 100 * cell["gb_per_s"] / read["gb_per_s"]
+        share = 100 * cell["gb_per_s"] / read["gb_per_s"] if read is not None and is_measurement else None
         rows.append(
             [
                 *first,
