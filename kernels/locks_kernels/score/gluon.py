@@ -462,7 +462,7 @@ def _score_blocks(
             codes, scales, coefficients, tokens = tiles[0]
             words = _unpacked(codes, 8 // BITS)
             operands = _coefficient_operands(coefficients, j, R)
-            # Each tile is replaced as soon as it was used, so that memory is never idle.
+            # A tile makes room for a later one, which loads while others are scored.
             if tile + AHEAD < R:
                 tiles = tiles[1:] + (_load_tile(at, tile + AHEAD, D, R, BITS, num_warps),)  # noqa: RUF005
             else:
