@@ -13,6 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..lanes import columns
+
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name until Triton 3.6
 
 
@@ -212,26 +214,14 @@ def _of_lane(x, lane):
     )
 
 
-@gluon.constexpr_function
-def _log2_of(n):
-    return n.bit_length() - 1
-
-
 @gluon.jit
 def _registers(x, C: gl.constexpr):
     """Of ``(repeats, warps, 32, 8)`` what a thread has, each as ``(warps, 32)``: by runs, then within them."""
     W: gl.constexpr = x.shape[1]
-    parts = (gl.reshape(gl.permute(x, (1, 2, 0, 3)), (W, 32, 8 * C)),)
-    for level in gl.static_range(_log2_of(8 * C)):
-        halves = ()
-        for i in gl.static_range(1 << level):
-            half = gl.reshape(parts[i], (W, 32, 2, (8 * C) >> (level + 1)))
-            first, second = gl.split(gl.permute(half, (0, 1, 3, 2)))
-            halves = halves + (first, second)  # noqa: RUF005  what Triton compiles
-        parts = halves
+    single = columns(gl.reshape(gl.permute(x, (1, 2, 0, 3)), (W * 32, 8 * C)))
     registers = ()
     for i in gl.static_range(8 * C):
-        registers = registers + (gl.reshape(parts[i], (W, 32)),)  # noqa: RUF005
+        registers = registers + (gl.reshape(single[i], (W, 32)),)  # noqa: RUF005  what Triton compiles
     return registers
 
 

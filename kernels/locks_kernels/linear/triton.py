@@ -121,21 +121,17 @@ def linears_triton(
     outs = [torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device) for weight in weights]
     block_in = max(128, triton.next_power_of_2(n_in))
     block_out = max(1, _WEIGHTS // block_in)
-    missing = [None] * (3 - layers)
-    sizes = [weight.shape[0] for weight in weights] + [0] * (3 - layers)
-    arrays = [
-        array
-        for three in zip([*weights, *missing], [*biases, *missing], [*outs, *missing], strict=True)
-        for array in three
-    ]
+    missing = 3 - layers  # of the layers that the kernel has arguments for
+    sizes = [*(weight.shape[0] for weight in weights), *[0] * missing]
+    strides = [*(weight.stride(0) for weight in weights), *[0] * missing]
     _linear_kernel[(sum(triton.cdiv(size, block_out) for size in sizes),)](
         x,
-        *arrays,
+        *(array for layer in zip(weights, biases, outs, strict=True) for array in layer),
+        *[None] * (3 * missing),
         *sizes,
         n_in,
         x.stride(0),
-        *(weight.stride(0) for weight in weights),
-        *([0] * (3 - layers)),
+        *strides,
         LAYERS=layers,
         ROWS=x.shape[0],
         BLOCK_N=block_out,

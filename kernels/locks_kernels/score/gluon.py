@@ -23,6 +23,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..lanes import columns
+
 _MAGIC = gl.constexpr(12582912.0)  # adding 1.5 * 2**23 leaves the nearest integer in the low bits
 _TF32 = gl.constexpr(-8192)  # the bits of a float32 that the tensor cores read
 
@@ -51,29 +53,15 @@ def _heads_layout(warps):
     )
 
 
-@gluon.constexpr_function
-def _log2_of(n):
-    return n.bit_length() - 1
-
-
 @gluon.jit
 def _split_lanes(x, num_warps: gl.constexpr):
     """The columns of ``(lanes, n)``, each as one number a lane."""
-    LANES: gl.constexpr = x.shape[0]
-    N: gl.constexpr = x.shape[1]
-    parts = (x,)
-    for level in gl.static_range(_log2_of(N)):
-        halves = ()
-        for i in gl.static_range(1 << level):
-            half = gl.permute(gl.reshape(parts[i], (LANES, 2, N >> (level + 1))), (0, 2, 1))
-            first, second = gl.split(half)
-            halves = halves + (first, second)  # noqa: RUF005  what Triton compiles
-        parts = halves
-    columns = ()
-    for i in gl.static_range(N):
-        column = gl.convert_layout(gl.reshape(parts[i], (LANES,)), _lanes(num_warps), assert_trivial=True)
-        columns = columns + (column,)  # noqa: RUF005
-    return columns
+    single = columns(x)
+    numbers = ()
+    for i in gl.static_range(len(single)):
+        number = gl.convert_layout(single[i], _lanes(num_warps), assert_trivial=True)
+        numbers = numbers + (number,)  # noqa: RUF005  what Triton compiles
+    return numbers
 
 
 @gluon.jit
