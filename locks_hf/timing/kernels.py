@@ -9,6 +9,7 @@ layers of a model, one after the other, with torch's products and with those of 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -82,15 +83,14 @@ def _measure(this: Run, arms: list[Arm]) -> None:
         wanted.append(({"context": context, "batch": batch, "arm": arm.name}, takes))
     refused = plan_memory(this, wanted)
     this.begin({"contexts": args.contexts, "batches": args.batch, "arms": args.arms, "ops": args.ops})
-    linears = list(product(args.batch, LINEARS)) if "linear" in args.ops else []
+    kinds = product(args.batch, LINEARS) if "linear" in args.ops else ()
+    linears = [{"op": "linear", "batch": batch, "arm": kind} for batch, kind in kinds]
     with progress(len(groups) * len(ops) + len(linears) + 2, "op") as bar:
         for op in ("read", "copy"):
             if not this.store.has({"op": op}):
                 this.attempt({"op": op}, None, ceiling, op, this.clock, this.free, args.repeats)
             bar.update()
-        todo = [({"op": "linear", "batch": batch, "arm": how}, batch, how) for batch, how in linears]
-        bar.update(sum(this.store.has(cell) for cell, *_ in todo))
-        _measure_linears(this, [one for one in todo if not this.store.has(one[0])], bar)
+        _measure_linears(this, linears, bar)
         for place, (batch, context, arm) in enumerate(groups):
             cells = {op: {"op": op, "context": context, "batch": batch, "arm": arm.name} for op in ops}
             todo = {op: cell for op, cell in cells.items() if not this.store.has(cell)}
@@ -109,25 +109,26 @@ def _measure(this: Run, arms: list[Arm]) -> None:
             this.clock.release()
 
 
-def _measure_linears(this: Run, todo: list[tuple[dict, int, str]], bar) -> None:
-    if not todo:
-        return
+def _measure_linears(this: Run, cells: list[dict], bar) -> None:
     too_much = refusal(Needs(weights=this.shape.parameters * this.dtype.itemsize), this.free)
-    models: list = []
-    for cell, batch, how in todo:
-        this.attempt(cell, too_much and ("does not fit", too_much), _time_linears, this, batch, how, models)
+
+    @functools.cache
+    def model() -> nn.Module:
+        return make_model(this.shape, this.device, this.dtype, this.args.seed)  # when the first cell needs it
+
+    for cell in cells:
+        if not this.store.has(cell):
+            this.attempt(cell, too_much and ("does not fit", too_much), _time_linears, this, model, cell)
         bar.update()
-    models.clear()
+    model.cache_clear()
     this.clock.release()
 
 
-def _time_linears(this: Run, batch: int, how: str, models: list) -> dict:
-    if not models:
-        models.append(make_model(this.shape, this.device, this.dtype, this.args.seed))
-    layers = [module for module in models[0].modules() if type(module) is nn.Linear]
+def _time_linears(this: Run, model: Callable[[], nn.Module], cell: dict) -> dict:
+    layers = [module for module in model().modules() if type(module) is nn.Linear]
     generator = torch.Generator(this.device).manual_seed(this.args.seed)
     inputs = {
-        size: torch.randn((batch, 1, size), generator=generator, dtype=this.dtype, device=this.device)
+        size: torch.randn((cell["batch"], 1, size), generator=generator, dtype=this.dtype, device=this.device)
         for size in {layer.in_features for layer in layers}
     }
 
@@ -135,7 +136,7 @@ def _time_linears(this: Run, batch: int, how: str, models: list) -> dict:
         for layer in layers:
             layer(inputs[layer.in_features])
 
-    with torch.no_grad(), fast_linears(models[0]) if how == "fast" else nullcontext():
+    with torch.no_grad(), fast_linears(model()) if cell["arm"] == "fast" else nullcontext():
         us = time_calls(this.clock, body, 1, this.args.repeats)
     moved = sum(layer.weight.nbytes for layer in layers)
     return {**rates(us, moved), "note": f"all {len(layers)} linear layers of the model"}
