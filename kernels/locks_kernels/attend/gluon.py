@@ -169,18 +169,25 @@ def _chosen_bits(chosen, C: gl.constexpr, KEYS: gl.constexpr):
 
 
 @gluon.jit
+def _of_warps_before(total, num_warps: gl.constexpr):
+    """Of one number a warp the sum over the warps before."""
+    ALL: gl.constexpr = _everywhere([num_warps], num_warps)
+    warp = gl.arange(0, num_warps, total.type.layout)
+    warps = gl.arange(0, num_warps, ALL)
+    totals = gl.convert_layout(total, ALL)
+    before = gl.full_like(warp, 0)
+    for w in gl.static_range(num_warps - 1):
+        before += gl.where(warp > w, gl.sum(gl.where(warps == w, totals, 0), axis=0), 0)
+    return before
+
+
+@gluon.jit
 def _before(bits, num_warps: gl.constexpr):
     """How many keys the threads before have chosen."""
     count = _popcount(bits)
     LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [num_warps, 1], [1, 0])  # the same threads: scans want it
     through = gl.associative_scan(gl.convert_layout(count, LANES), 1, _add)
-    ALL: gl.constexpr = _everywhere([num_warps], num_warps)
-    totals = gl.convert_layout(gl.sum(count, axis=1), ALL)
-    warp = gl.arange(0, num_warps, gl.SliceLayout(1, count.type.layout))
-    warps = gl.arange(0, num_warps, ALL)
-    before = gl.full_like(warp, 0)
-    for w in gl.static_range(num_warps - 1):
-        before += gl.where(warp > w, gl.sum(gl.where(warps == w, totals, 0), axis=0), 0)
+    before = _of_warps_before(gl.sum(count, axis=1), num_warps)
     return gl.convert_layout(through, count.type.layout) - count + gl.expand_dims(before, 1)
 
 
@@ -235,16 +242,10 @@ def _four_pages(chosen, page, place, C: gl.constexpr, num_warps: gl.constexpr):
     votes = _registers(_ballot(chosen), C)
     pages = _registers(page, C)
     THREADS: gl.constexpr = votes[0].type.layout
-    ALL: gl.constexpr = _everywhere([num_warps], num_warps)
     count = _popcount(votes[0])
     for i in gl.static_range(1, 8 * C):
         count += _popcount(votes[i])
-    totals = gl.convert_layout(gl.max(count, axis=1), ALL)
-    warp = gl.arange(0, num_warps, gl.SliceLayout(1, THREADS))
-    warps = gl.arange(0, num_warps, ALL)
-    before = gl.full_like(warp, 0)
-    for w in gl.static_range(num_warps - 1):
-        before += gl.where(warp > w, gl.sum(gl.where(warps == w, totals, 0), axis=0), 0)
+    before = _of_warps_before(gl.max(count, axis=1), num_warps)
     lane = gl.arange(0, 32, gl.SliceLayout(0, THREADS))
     index = (place + lane % 4)[None, :] - before[:, None]
     exists = (index >= 0) & (index < count)
