@@ -105,13 +105,15 @@ def _counts(key, first, shift, num_warps: gl.constexpr):
 
 
 @gluon.jit
-def _threshold(key, wanted, low, count, near_low, num_warps: gl.constexpr):
-    """As of :func:`locks_hf.kernels.select.triton._threshold`, by counting in eight ranges a pass."""
-    high = _largest(key, num_warps) + 1
+def _threshold(key, wanted, slack, low, high, count, near_low, num_warps: gl.constexpr):
+    """As of :func:`locks_hf.kernels.select.triton._threshold`, by counting in eight ranges a pass.
+
+    The keys are below ``high``; as many as ``slack`` more than ``wanted`` may reach the threshold.
+    """
     most = gl.where(near_low, 18, 24)  # the first pass: two octaves from below, or sixteen from above
     HIGHEST: gl.constexpr = 0x80008000
     wanted_twice = (wanted * 0x00010001).to(gl.uint32)
-    while (high - low > 1) & (count != wanted):
+    while (high - low > 1) & (count - wanted > slack):  # at least as many as wanted always reach `low`
         width = high - low
         bits = ((width - 1).to(gl.float32).to(gl.int32, bitcast=True) >> 23) - 126
         shift = gl.maximum(gl.minimum(bits - 3, most), 0)
@@ -137,20 +139,26 @@ def _threshold(key, wanted, low, count, near_low, num_warps: gl.constexpr):
 
 
 @gluon.jit
-def _choose(key, index, wanted, low, count, near_low, num_warps: gl.constexpr):
-    """As of :func:`locks_hf.kernels.select.triton._choose`: which are chosen, and the smallest key among them."""
-    low, count = _threshold(key, wanted, low, count, near_low, num_warps)
+def _choose(key, index, wanted, slack, low, high, count, near_low, num_warps: gl.constexpr):
+    """As of :func:`locks_hf.kernels.select.triton._choose`: which are chosen, how many, and a bound of their keys.
+
+    As many as ``slack`` more than ``wanted`` may be chosen.
+    """
+    low, count = _threshold(key, wanted, slack, low, high, count, near_low, num_warps)
     cut = low
-    if count != wanted:  # equal keys at the threshold
+    if count - wanted > slack:  # equal keys at the threshold
         chosen = key > low
         missing = wanted - _total(gl.sum(gl.sum(chosen.to(gl.int32), axis=3), axis=0), num_warps)
         order = gl.where(key == low, 0x80000000 - index.to(gl.uint32), 0)
         order = gl.where(missing > 0, order, 0)
-        first, _ = _threshold(order, missing, low * 0 + 1, count * 0 + (1 << 15), False, num_warps)
+        first, _ = _threshold(
+            order, missing, 0, low * 0 + 1, _largest(order, num_warps) + 1, count * 0 + (1 << 15), False, num_warps
+        )
         # As keys again, since predicates that live through a branch cost more.
         key = gl.where(chosen | (order >= first), 1, 0).to(gl.uint32)
         cut = low * 0 + 1
-    return key >= cut, low
+        count = wanted
+    return key >= cut, count, low
 
 
 @gluon.jit
@@ -386,6 +394,7 @@ def attend_kernel(
     slot = thread // GROUP
     candidate = slot
     low = gl.to_tensor(1).to(gl.uint32)
+    high = low
     bound = gl.maximum(n_total - 2, 0)
     if in_groups:
         g_repeat = gl.arange(0, C_GROUPS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, GROUPS))))
@@ -397,18 +406,23 @@ def attend_kernel(
         biggest = gl.load(group_key_ptr + row_head * (n_keys // GROUP) + index, mask=index < n_keys // GROUP, other=0)
         biggest = biggest.to(gl.uint32, bitcast=True)
         # Each chosen group has a page that reaches the threshold, so that it bounds the search among their pages too.
-        chosen, low = _choose(biggest, index, others, low, n_candidates, False, num_warps)
+        # There may be as many groups as there is room for, which takes fewer passes.
+        high = _largest(biggest, num_warps) + 1
+        chosen, n_candidates, low = _choose(
+            biggest, index, others, BLOCK_K - others, low, high, n_candidates, False, num_warps
+        )
         gl.store(p_groups + _places(chosen, C_GROUPS, num_warps, GROUPS), index, mask=chosen)
-        n_candidates = others
-        bound = others * GROUP
+        bound = n_candidates * GROUP
         barrier()
-        candidate = gl.load(p_groups + slot, mask=slot < others, other=0)
+        candidate = gl.load(p_groups + slot, mask=slot < n_candidates, other=0)
     page = candidate * GROUP + (thread % GROUP + run[None, None, None, :])
     key = gl.load(p_key + page, mask=(slot < n_candidates) & (run[None, None, None, :] >= 0), other=0)
     key = key.to(gl.uint32, bitcast=True)
     one, two, three, four = start * 0 - 1, start * 0 - 1, start * 0 - 1, start * 0 - 1
     if others > 0:
-        chosen, low = _choose(key, page, others, low, bound, in_groups, num_warps)
+        if not in_groups:
+            high = _largest(key, num_warps) + 1
+        chosen, _, low = _choose(key, page, others, 0, low, high, bound, in_groups, num_warps)
         if FOUR:
             one, two, three, four = _four_pages(chosen, page, start - 1, C_KEYS, num_warps)
         else:
