@@ -17,7 +17,7 @@ from ..layout import SummaryLayout
 from ..score.triton import score_pages
 from ..select.triton import select_step
 from ..summarize.reference import RANK_TOLERANCE, REFIT_RIDGE
-from ..summarize.triton import packed_channels, summarize_options, summarize_page
+from ..summarize.triton import packed_channels, summarize_options, summarize_page, summarize_warps
 
 
 @triton.jit
@@ -53,6 +53,7 @@ def _end_kernel(
     BITS: tl.constexpr,
     REFIT: tl.constexpr,
     N_SCALES: tl.constexpr,
+    RUNS: tl.constexpr,
 ):
     """Combine the splits of one query head; one more program a (row, KV head) summarises the page that is complete."""
     row_head = tl.program_id(0).to(tl.int64)
@@ -100,6 +101,7 @@ def _end_kernel(
                 BITS,
                 REFIT,
                 N_SCALES,
+                RUNS,
             )
         if PDL:
             gdc_wait()
@@ -137,7 +139,8 @@ def decode_step_triton(
     partial_out, partial_lse = attend_splits(query, keys, values, pages, lengths, page_size, scaling, launch, slots)
     out = torch.empty((batch, n_kv_heads * group, head_dim), dtype=query.dtype, device=query.device)
     n_splits = partial_out.shape[1]
-    sizes, summary = combine_options(n_splits, head_dim), summarize_options(layout, refit)
+    sizes = combine_options(n_splits, head_dim)
+    warps = max(sizes["num_warps"], summarize_warps(head_dim, page_size))
     _end_kernel[(batch * n_kv_heads, group + 1)](
         partial_out,
         partial_lse,
@@ -155,6 +158,6 @@ def decode_step_triton(
         H=n_kv_heads,
         G=group,
         **launch,
-        **{**summary, **sizes, "num_warps": max(summary["num_warps"], sizes["num_warps"])},
+        **{**sizes, **summarize_options(layout, refit, warps)},
     )
     return out

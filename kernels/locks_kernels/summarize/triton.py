@@ -40,15 +40,25 @@ def _quantize(values, axis: tl.constexpr, top: tl.constexpr):
 
 
 @triton.jit
-def _products(left, right, P: tl.constexpr, D: tl.constexpr):
+def _runs(x, RUNS: tl.constexpr):
+    """``(P, D)`` as ``(RUNS, P, D / RUNS)``, so that each warp of a product has other channels."""
+    return tl.permute(tl.reshape(x, (x.shape[0], RUNS, x.shape[1] // RUNS)), (1, 0, 2))
+
+
+@triton.jit
+def _products(left, right, P: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr):
     """``left @ right.T`` of two ``(P, D)`` arrays, on the tensor cores and as good as float32."""
-    if P * D <= 4096:
-        return tl.dot(left, tl.trans(right), input_precision="tf32x3")
-    # In two halves, as the operands take too much shared memory at once.
-    left, left_end = tl.split(tl.permute(tl.reshape(left, (P, 2, D // 2)), (0, 2, 1)))
-    right, right_end = tl.split(tl.permute(tl.reshape(right, (P, 2, D // 2)), (0, 2, 1)))
-    product = tl.dot(left, tl.trans(right), input_precision="tf32x3")
-    return tl.dot(left_end, tl.trans(right_end), product, input_precision="tf32x3")
+    if RUNS > 1:
+        across = tl.permute(_runs(right, RUNS), (0, 2, 1))
+        product = tl.sum(tl.dot(_runs(left, RUNS), across, input_precision="tf32x3"), axis=0)
+    elif P * D <= 4096:
+        product = tl.dot(left, tl.trans(right), input_precision="tf32x3")
+    else:  # in two halves, as the operands take too much shared memory at once
+        left_half, left_end = tl.split(tl.permute(tl.reshape(left, (P, 2, D // 2)), (0, 2, 1)))
+        right_half, right_end = tl.split(tl.permute(tl.reshape(right, (P, 2, D // 2)), (0, 2, 1)))
+        product = tl.dot(left_half, tl.trans(right_half), input_precision="tf32x3")
+        product = tl.dot(left_end, tl.trans(right_end), product, input_precision="tf32x3")
+    return product
 
 
 @triton.jit
@@ -79,6 +89,7 @@ def summarize_page(
     BITS: tl.constexpr,
     REFIT: tl.constexpr,
     N_SCALES: tl.constexpr,
+    RUNS: tl.constexpr,
 ):
     """Summarise float32 keys ``[BLOCK_P, channels in packed order]``, zero where there is none, as page ``page``."""
     PRECISION: tl.constexpr = "tf32x3"  # on the tensor cores, and as good as float32
@@ -107,7 +118,7 @@ def summarize_page(
     diagonal = token[:, None] == token[None, :]
     first_trace = tl.sum(tl.sum(b_left * b_left, axis=1), axis=0)
 
-    b_gram = _products(b_left, b_left, BLOCK_P, BLOCK_D)
+    b_gram = _products(b_left, b_left, BLOCK_P, BLOCK_D, RUNS)
     b_direction = tl.zeros((BLOCK_P, BLOCK_P), dtype=tl.float32)  # [column, token]: times the page gives the columns
     b_component = tl.zeros((BLOCK_P, BLOCK_P), dtype=tl.float32)  # [column, token]: of the page along them
     for i_column in range(R):
@@ -116,12 +127,13 @@ def summarize_page(
         b_power = b_gram / tl.where(alive, trace, 1.0)
         # The 128th power, the 256th of the singular value ratio: directions that it fails to separate have singular
         # values within 1 % of each other, and either serves. The 16th power times one of its columns takes less time
-        # than more squarings. Three of these shrink the trace to P**-7 at the least.
+        # than more squarings. Three of these shrink the trace to P**-7 at the least. As the matrix is symmetric, it is
+        # multiplied with its transpose, which takes fewer moves between threads.
         for _ in range(3):
-            b_power = tl.dot(b_power, b_power, input_precision=PRECISION)
+            b_power = tl.dot(b_power, tl.trans(b_power), input_precision=PRECISION)
         trace = tl.sum(tl.sum(tl.where(diagonal, b_power, 0.0), axis=1), axis=0)
         b_power = b_power / tl.where(trace > 0, trace, 1.0)
-        b_power = tl.dot(b_power, b_power, input_precision=PRECISION)
+        b_power = tl.dot(b_power, tl.trans(b_power), input_precision=PRECISION)
         strength = tl.sum(tl.where(diagonal, b_power, 0.0), axis=1)
         b_power = b_power / tl.where(alive, tl.max(strength, axis=0), 1.0)
         strongest = tl.argmax(strength, axis=0)
@@ -176,8 +188,8 @@ def summarize_page(
         first = tl.arange(0, BLOCK_P // ROWS) == 0
         b_basis = tl.reshape(tl.where(first[:, None, None], b_used[None, :, :], 0.0), (BLOCK_P, BLOCK_D))
         b_residual = tl.where((token < P)[:, None], b_key - (mean_codes * mean_scale)[None, :], 0.0)
-        b_gram = _products(b_basis, b_basis, BLOCK_P, BLOCK_D)  # of the basis, from here on
-        b_right = _products(b_basis, b_residual, BLOCK_P, BLOCK_D)  # [column, token]
+        b_gram = _products(b_basis, b_basis, BLOCK_P, BLOCK_D, RUNS)  # of the basis, from here on
+        b_right = _products(b_basis, b_residual, BLOCK_P, BLOCK_D, RUNS)  # [column, token]
         b_diagonal = tl.sum(tl.where(diagonal, b_gram, 0.0), axis=1)
         ridge = ridge_factor * tl.max(b_diagonal, axis=0)
         b_ridge = tl.where(b_diagonal > 0, ridge, 1.0)
@@ -222,6 +234,7 @@ def _summarize_kernel(
     BITS: tl.constexpr,
     REFIT: tl.constexpr,
     N_SCALES: tl.constexpr,
+    RUNS: tl.constexpr,
 ):
     page = tl.program_id(0).to(tl.int64)
     token = tl.arange(0, BLOCK_P)
@@ -247,6 +260,7 @@ def _summarize_kernel(
         BITS,
         REFIT,
         N_SCALES,
+        RUNS,
     )
 
 
@@ -256,19 +270,30 @@ def summarize_warps(head_dim: int, page_size: int) -> int:
     return min(8, max(1, entries // (32 * 64)))
 
 
-def summarize_options(layout: SummaryLayout, refit: bool) -> dict:
-    """Compile-time arguments of :func:`summarize_page`."""
+def summarize_options(layout: SummaryLayout, refit: bool, warps: int | None = None) -> dict:
+    """Compile-time arguments of :func:`summarize_page`.
+
+    Args:
+        layout: Sizes of the summaries.
+        refit: Whether coefficients are fitted to the quantised basis.
+        warps: Warps for one page, by default those that many pages at once are done with in the least time.
+    """
+    block_width = max(16 // layout.codes_per_byte, triton.next_power_of_2(layout.basis_width))
+    block_tokens, block_channels = max(16, layout.page_size), block_width * layout.codes_per_byte
+    # Each warp multiplies its own channels, where there are enough; else all warps would do the same.
+    shares = warps is not None and block_channels >= 16 * warps and block_tokens * block_channels <= 4096
     return {
         "D": layout.head_dim,
         "PARTS": layout.codes_per_byte,
-        "BLOCK_W": max(16 // layout.codes_per_byte, triton.next_power_of_2(layout.basis_width)),
+        "BLOCK_W": block_width,
         "P": layout.page_size,
-        "BLOCK_P": max(16, layout.page_size),
+        "BLOCK_P": block_tokens,
         "R": layout.rank,
         "BITS": layout.basis_bits,
         "REFIT": refit,
         "N_SCALES": layout.n_scales,
-        "num_warps": summarize_warps(layout.head_dim, layout.page_size),
+        "RUNS": warps if shares else 1,
+        "num_warps": warps or summarize_warps(layout.head_dim, layout.page_size),
     }
 
 
