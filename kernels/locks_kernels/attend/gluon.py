@@ -48,6 +48,17 @@ def _one_a_warp(warps):
 
 
 @gluon.jit
+def _runs(REPEATS: gl.constexpr, LAYOUT: gl.constexpr, num_warps: gl.constexpr):
+    """In a :func:`_keys_layout`, the number of each run of eight, in memory order, and the positions within a run."""
+    repeat = gl.arange(0, REPEATS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    warp = gl.arange(0, num_warps, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
+    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+    number = repeat[:, None, None, None] * (32 * num_warps) + warp[None, :, None, None] * 32
+    return number + lane[None, None, :, None], within[None, None, None, :]
+
+
+@gluon.jit
 def _popcount(word):
     return gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [word], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -110,7 +121,7 @@ def _threshold(key, wanted, slack, low, high, count, near_low, num_warps: gl.con
 
     The keys are below ``high``; as many as ``slack`` more than ``wanted`` may reach the threshold.
     """
-    most = gl.where(near_low, 18, 24)  # the first pass: two octaves from below, or sixteen from above
+    most = gl.where(near_low, 18, 24)  # the first pass: a quarter of an octave from below, or sixteen from above
     HIGHEST: gl.constexpr = 0x80008000
     wanted_twice = (wanted * 0x00010001).to(gl.uint32)
     while (high - low > 1) & (count - wanted > slack):  # at least as many as wanted always reach `low`
@@ -169,9 +180,9 @@ def _add(a, b):
 @gluon.jit
 def _chosen_bits(chosen, C: gl.constexpr, KEYS: gl.constexpr):
     """What a thread has chosen, as bits, and the bit of each key."""
-    run = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, KEYS))))
+    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, KEYS))))
     repeat = gl.arange(0, C, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, KEYS))))
-    position = repeat[:, None, None, None] * 8 + run[None, None, None, :]
+    position = repeat[:, None, None, None] * 8 + within[None, None, None, :]
     bit = (gl.full_like(position, 1) << position).to(gl.uint32)
     return gl.sum(gl.sum(gl.where(chosen, bit, 0), axis=3), axis=0), bit
 
@@ -296,10 +307,10 @@ def _forced(page, slot, wanted, n_total):
 
 
 @gluon.jit
-def _page_in(slot, p_pages, n_slots, one, two, three, four, FOUR: gl.constexpr):
+def _page_in(slot, p_pages, n_slots, four, FOUR: gl.constexpr):
     """The page in a slot of the program, from registers if there are four."""
     if FOUR:
-        page = gl.where(slot < 2, gl.where(slot < 1, one, two), gl.where(slot < 3, three, four))
+        page = gl.where(slot < 2, gl.where(slot < 1, four[0], four[1]), gl.where(slot < 3, four[2], four[3]))
     else:
         page = gl.load(p_pages + slot, mask=slot < n_slots, other=-1)
     return page
@@ -355,7 +366,6 @@ def attend_kernel(
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     KEYS: gl.constexpr = _keys_layout(C_KEYS, num_warps)
     GROUPS: gl.constexpr = _keys_layout(C_GROUPS, num_warps)
-    THREAD_RUN: gl.constexpr = 256 * num_warps
 
     split = gl.program_id(0)
     row_head = gl.program_id(1).to(gl.int64)
@@ -364,7 +374,7 @@ def attend_kernel(
     group_q = gl.arange(0, 16, gl.SliceLayout(1, Q))[:, None]
     channel_q = gl.arange(0, D, gl.SliceLayout(0, Q))[None, :]
     p_query = query_ptr + row * stride_query_row + (head * G + group_q) * stride_query_head + channel_q
-    query = gl.load(p_query, mask=(group_q < G) & (channel_q < D), other=0.0)
+    query = gl.load(p_query, mask=group_q < G, other=0.0)
     count = gl.load(counts_ptr + row)
     added = 1
     if HAS_REAL:
@@ -378,7 +388,7 @@ def attend_kernel(
     start = split * slots_per_split
     end = gl.minimum(start + slots_per_split, slots)
     own = row_head * n_splits + split
-    p_pages = pages_ptr + own * slots_per_split
+    p_pages = pages_ptr if FOUR else pages_ptr + own * slots_per_split
     p_groups = groups_ptr + own * BLOCK_K
     p_key = key_ptr + row_head * n_keys
     n_total = (length + P - 1) // P
@@ -386,23 +396,15 @@ def attend_kernel(
     others = gl.maximum(wanted - 2, 0)
     n_candidates = (n_total + GROUP - 1) // GROUP
     in_groups = n_candidates > slots
-    repeat = gl.arange(0, C_KEYS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, KEYS))))
-    warp = gl.arange(0, num_warps, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, KEYS))))
-    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, KEYS))))
-    run = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, KEYS))))
-    thread = repeat[:, None, None, None] * THREAD_RUN + warp[None, :, None, None] * 256 + lane[None, None, :, None] * 8
-    slot = thread // GROUP
+    run, within = _runs(C_KEYS, KEYS, num_warps)
+    slot = run * 8 // GROUP
     candidate = slot
     low = gl.to_tensor(1).to(gl.uint32)
     high = low
     bound = gl.maximum(n_total - 2, 0)
     if in_groups:
-        g_repeat = gl.arange(0, C_GROUPS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, GROUPS))))
-        g_warp = gl.arange(0, num_warps, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, GROUPS))))
-        g_lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, GROUPS))))
-        g_run = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, GROUPS))))
-        index = g_repeat[:, None, None, None] * THREAD_RUN + g_warp[None, :, None, None] * 256
-        index = index + g_lane[None, None, :, None] * 8 + g_run[None, None, None, :]
+        of_groups, within_groups = _runs(C_GROUPS, GROUPS, num_warps)
+        index = of_groups * 8 + within_groups
         biggest = gl.load(group_key_ptr + row_head * (n_keys // GROUP) + index, mask=index < n_keys // GROUP, other=0)
         biggest = biggest.to(gl.uint32, bitcast=True)
         # Each chosen group has a page that reaches the threshold, so that it bounds the search among their pages too.
@@ -415,22 +417,25 @@ def attend_kernel(
         bound = n_candidates * GROUP
         barrier()
         candidate = gl.load(p_groups + slot, mask=slot < n_candidates, other=0)
-    page = candidate * GROUP + (thread % GROUP + run[None, None, None, :])
-    key = gl.load(p_key + page, mask=(slot < n_candidates) & (run[None, None, None, :] >= 0), other=0)
-    key = key.to(gl.uint32, bitcast=True)
-    one, two, three, four = start * 0 - 1, start * 0 - 1, start * 0 - 1, start * 0 - 1
+    page = candidate * GROUP + (run * 8 % GROUP + within)
+    key = gl.load(p_key + page, mask=slot < n_candidates, other=0).to(gl.uint32, bitcast=True)
+    four = (start * 0 - 1, start * 0 - 1, start * 0 - 1, start * 0 - 1)
     if others > 0:
         if not in_groups:
             high = _largest(key, num_warps) + 1
         chosen, _, low = _choose(key, page, others, 0, low, high, bound, in_groups, num_warps)
         if FOUR:
-            one, two, three, four = _four_pages(chosen, page, start - 1, C_KEYS, num_warps)
+            four = _four_pages(chosen, page, start - 1, C_KEYS, num_warps)
         else:
             place = _places(chosen, C_KEYS, num_warps, KEYS) + 1
             gl.store(p_pages + (place - start), page, mask=chosen & (place >= start) & (place < end))
     if FOUR:
-        one, two = _forced(one, start, wanted, n_total), _forced(two, start + 1, wanted, n_total)
-        three, four = _forced(three, start + 2, wanted, n_total), _forced(four, start + 3, wanted, n_total)
+        four = (
+            _forced(four[0], start, wanted, n_total),
+            _forced(four[1], start + 1, wanted, n_total),
+            _forced(four[2], start + 2, wanted, n_total),
+            _forced(four[3], start + 3, wanted, n_total),
+        )
     else:
         LINE: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
         for at in range(start, end, 32 * num_warps):
@@ -451,16 +456,16 @@ def attend_kernel(
     shared = gl.allocate_shared_memory(values_ptr.dtype.element_ty, [BLOCK_N, D], SHARED)
     for at in range(start * P, end * P, BLOCK_N):  # BLOCK_N is a multiple of P
         slot_k = (at + token_k) // P - start
-        page_k = _page_in(slot_k, p_pages, end - start, one, two, three, four, FOUR)
+        page_k = _page_in(slot_k, p_pages, end - start, four, FOUR)
         at_k = page_k.to(gl.int64) * P + (at + token_k) % P
         slot_v = (at + token_v) // P - start
-        page_v = _page_in(slot_v, p_pages, end - start, one, two, three, four, FOUR)
+        page_v = _page_in(slot_v, p_pages, end - start, four, FOUR)
         at_v = page_v.to(gl.int64) * P + (at + token_v) % P
         slot_w = (at + token_w) // P - start
-        page_w = _page_in(slot_w, p_pages, end - start, one, two, three, four, FOUR)
+        page_w = _page_in(slot_w, p_pages, end - start, four, FOUR)
         real_w = (page_w >= 0) & (page_w * P + (at + token_w) % P < length)
-        real_k = ((page_k >= 0) & (at_k < length))[None, :] & (channel_k < D)
-        real_v = ((page_v >= 0) & (at_v < length))[:, None] & (channel_v < D)
+        real_k = ((page_k >= 0) & (at_k < length))[None, :]
+        real_v = ((page_v >= 0) & (at_v < length))[:, None]
         b_key = gl.load(keys_ptr + (p_head + at_k[None, :] * stride_kv_token + channel_k), mask=real_k, other=0.0)
         b_value = gl.load(values_ptr + (p_head + at_v[:, None] * stride_kv_token + channel_v), mask=real_v, other=0.0)
         logit = mma_v2(query, b_key, gl.full([16, BLOCK_N], 0.0, gl.float32, MMA)) * (scaling * LOG2E)
@@ -484,4 +489,4 @@ def attend_kernel(
     o_partial = own * G + group
     gl.store(partial_lse_ptr + o_partial, lse, mask=group < G)
     channel = gl.arange(0, D, gl.SliceLayout(0, MMA))[None, :]
-    gl.store(partial_out_ptr + (o_partial[:, None] * D + channel), out, mask=(group < G)[:, None] & (channel < D))
+    gl.store(partial_out_ptr + (o_partial[:, None] * D + channel), out, mask=(group < G)[:, None])

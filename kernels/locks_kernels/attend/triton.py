@@ -283,9 +283,13 @@ def attend_splits(
     if settings is None:
         settings = attend_settings(head_dim, page_size, batch * n_kv_heads, slots)
     n_splits = triton.cdiv(slots, settings.slots_per_split)
+    by_hand = search is not None and _by_hand(query, page_size, group)
+    in_registers = by_hand and settings.slots_per_split == 4 and settings.block_tokens <= 4 * page_size
     if search is not None:
         programs = batch * n_kv_heads * n_splits
-        pages = torch.empty((programs, settings.slots_per_split), dtype=torch.int32, device=device)
+        pages = None
+        if not in_registers:
+            pages = torch.empty((programs, settings.slots_per_split), dtype=torch.int32, device=device)
         groups = torch.empty((programs, search.block_slots), dtype=torch.int32, device=device)
     partial_out = torch.empty((batch * n_kv_heads, n_splits, group, head_dim), dtype=torch.float32, device=device)
     partial_lse = torch.empty((batch * n_kv_heads, n_splits, group), dtype=torch.float32, device=device)
@@ -295,7 +299,7 @@ def attend_splits(
     strides = (query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), keys.stride(2))
     shape = {"H": n_kv_heads, "G": group, "D": head_dim, "P": page_size, "BLOCK_N": settings.block_tokens}
     launch = launch or {"PDL": False}
-    if search is not None and _by_hand(query, page_size, group):
+    if by_hand:
         from .gluon import attend_kernel
 
         attend_kernel[(n_splits, batch * n_kv_heads)](
@@ -311,7 +315,7 @@ def attend_splits(
             **shape,
             **launch,
             **search.runs(),
-            FOUR=settings.slots_per_split == 4 and settings.block_tokens <= 4 * page_size,
+            FOUR=in_registers,
             HAS_REAL=real is not None,
         )
         return outputs
