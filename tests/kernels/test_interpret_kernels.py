@@ -347,8 +347,10 @@ def test_attend(rng, head_dim, dtype, group, slots, page_size):
 
 @pytest.mark.parametrize(
     ("complete", "slots", "rows", "ties"),
-    [(300, 8, 1, False), (300, 9, 2, True), (40, 64, 1, True), (2100, 34, 1, True)]
-    + ([(9000, 128, 1, False), (8200, 128, 9, True), (33000, 128, 1, True), (70000, 100, 1, False)] if ON_GPU else []),
+    [(300, 8, 1, False), (300, 9, 2, True), (40, 64, 1, True), (2100, 34, 1, True), (48, 3, 1, False)]
+    # In the first of these the last group has the last page alone, and all groups fit.
+    + [(1760, 100, 1, False), (9000, 128, 1, False), (8200, 128, 9, True), (33000, 128, 1, True)] * ON_GPU
+    + [(70000, 100, 1, False)] * ON_GPU,
 )
 @pytest.mark.parametrize("head_dim", (64, 128, 256) if ON_GPU else (64,))
 def test_programs_that_attend_choose_as_top_pages(rng, complete, slots, rows, ties, head_dim):

@@ -405,19 +405,22 @@ def attend_kernel(
     if in_groups:
         of_groups, within_groups = _runs(C_GROUPS, GROUPS, num_warps)
         index = of_groups * 8 + within_groups
-        biggest = gl.load(group_key_ptr + row_head * (n_keys // GROUP) + index, mask=index < n_keys // GROUP, other=0)
+        n_groups = n_keys // (16 * GROUP) * 16  # exact, and the compiler sees that runs are aligned
+        biggest = gl.load(group_key_ptr + row_head * n_groups + index, mask=index < n_groups, other=0)
         biggest = biggest.to(gl.uint32, bitcast=True)
         # Each chosen group has a page that reaches the threshold, so that it bounds the search among their pages too.
         # There may be as many groups as there is room for, which takes fewer passes.
         high = _largest(biggest, num_warps) + 1
+        # At first these have a key: a last group of the last page alone has none, and is not to be counted.
+        ordinary = (n_total - 2) // GROUP + 1
         chosen, n_candidates, low = _choose(
-            biggest, index, others, BLOCK_K - others, low, high, n_candidates, False, num_warps
+            biggest, index, others, BLOCK_K - others, low, high, ordinary, False, num_warps
         )
         gl.store(p_groups + _places(chosen, C_GROUPS, num_warps, GROUPS), index, mask=chosen)
         bound = n_candidates * GROUP
         barrier()
         candidate = gl.load(p_groups + slot, mask=slot < n_candidates, other=0)
-    page = candidate * GROUP + (run * 8 % GROUP + within)
+    page = (candidate * (GROUP // 8) + run % (GROUP // 8)) * 8 + within  # so that runs are seen to be aligned
     key = gl.load(p_key + page, mask=slot < n_candidates, other=0).to(gl.uint32, bitcast=True)
     four = (start * 0 - 1, start * 0 - 1, start * 0 - 1, start * 0 - 1)
     if others > 0:

@@ -431,11 +431,14 @@ def _fetch_pages(pointers, page, capacity, end, lane, D: gl.constexpr, R: gl.con
     COEFFICIENTS: gl.constexpr = 16 if R == 4 else 64  # as they are loaded: words, or halves of them
     wanted = (page < end).to(gl.int32)
     start = gl.minimum(page, capacity - 8)
-    _fetch(p_basis + (start * BASIS + lane * (BASIS // 4)), wanted)
+    FETCHES: gl.constexpr = max(1, BASIS // 128)  # a lane brings at most 128 bytes at once
+    STEP: gl.constexpr = BASIS // (4 * FETCHES)
+    for part in gl.static_range(FETCHES):
+        _fetch(p_basis + (start * BASIS + (part * 32 + lane) * STEP), wanted)
     _fetch(p_centroid + (start * (D // 4) + lane * (D // 16)), wanted)
     _fetch(p_coefficient + (start * COEFFICIENTS + lane * (COEFFICIENTS // 4)), wanted)
     _fetch(p_token_scale + (start * 8 + lane * 2), wanted)
-    _fetch(p_scale + (start * (1 + R) + lane), wanted)
+    _fetch(p_scale + (start * (1 + R) + lane * (1 + R) // 4), wanted)
 
 
 @gluon.jit

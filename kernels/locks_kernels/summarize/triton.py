@@ -281,7 +281,8 @@ def summarize_options(layout: SummaryLayout, refit: bool, warps: int | None = No
     block_width = max(16 // layout.codes_per_byte, triton.next_power_of_2(layout.basis_width))
     block_tokens, block_channels = max(16, layout.page_size), block_width * layout.codes_per_byte
     # Each warp multiplies its own channels, where there are enough; else all warps would do the same.
-    shares = warps is not None and block_channels >= 16 * warps and block_tokens * block_channels <= 4096
+    # A product of 64 tokens takes too many registers for that.
+    shares = warps is not None and block_channels >= 16 * warps and block_tokens <= min(32, 4096 // block_channels)
     return {
         "D": layout.head_dim,
         "PARTS": layout.codes_per_byte,
