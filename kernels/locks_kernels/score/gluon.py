@@ -164,12 +164,8 @@ def _byte_as_float(word, selector):
 
 
 @gluon.jit
-def _int8_query(p_query, real, D: gl.constexpr, BITS: gl.constexpr, j, num_warps: gl.constexpr):
-    """The query of a head as two int8 terms, in the order of the channels of a lane's codes; see the module.
-
-    Returns:
-        Words of the first term, those of the second, the start of both sums, and the largest value.
-    """
+def _load_query(p_query, real, D: gl.constexpr, BITS: gl.constexpr, j, num_warps: gl.constexpr):
+    """The query of a head, in the order of the channels of a lane's codes."""
     PARTS: gl.constexpr = 8 // BITS
     WIDTH: gl.constexpr = D // PARTS
     RUN: gl.constexpr = 16 if WIDTH >= 64 else WIDTH // 4
@@ -178,32 +174,40 @@ def _int8_query(p_query, real, D: gl.constexpr, BITS: gl.constexpr, j, num_warps
     m_lane = gl.convert_layout(real, gl.SliceLayout(1, VECTORS), assert_trivial=True)
     p_lane = gl.expand_dims(p_lane, 1) + gl.expand_dims(gl.arange(0, RUN, gl.SliceLayout(0, VECTORS)), 0)
     values = ()
-    largest = gl.full_like(j, 0).to(gl.float32)
-    nan = gl.full_like(j, 0).to(gl.float32)
     for run in gl.static_range(D // (4 * RUN)):
-        value = gl.load(p_lane + run * 4 * RUN, mask=gl.expand_dims(m_lane, 1), other=0.0).to(gl.float32)
+        value = gl.load(p_lane + run * 4 * RUN, mask=gl.expand_dims(m_lane, 1), other=0.0)
         values = values + (value,)  # noqa: RUF005
-        most = gl.max(gl.abs(value), axis=1)
-        wrong = gl.max(gl.where(value != value, 1.0, 0.0), axis=1)
-        largest = gl.maximum(largest, gl.convert_layout(most, _lanes(num_warps), assert_trivial=True))
-        nan = gl.maximum(nan, gl.convert_layout(wrong, _lanes(num_warps), assert_trivial=True))
-    largest = gl.maximum(largest, _from_lane(largest, 1))
-    largest = gl.maximum(largest, _from_lane(largest, 2))
-    nan = gl.maximum(nan, _from_lane(nan, 1))
-    nan = gl.maximum(nan, _from_lane(nan, 2))
-    largest = gl.where(largest > 0, largest, 127.0)
-    largest = gl.where(nan > 0, float("nan"), largest)
+    return values
+
+
+@gluon.jit
+def _int8_query(query, D: gl.constexpr, BITS: gl.constexpr, j, num_warps: gl.constexpr):
+    """What :func:`_load_query` loaded as two int8 terms.
+
+    Returns:
+        Words of the first term, those of the second, the start of both sums, and the largest value.
+    """
+    RUN: gl.constexpr = query[0].shape[1]
+    VECTORS: gl.constexpr = _vectors(RUN, num_warps)
+    values = ()
+    most = gl.full_like(j, 0)  # as bits without the sign, of which those of a NaN are the largest
+    for run in gl.static_range(D // (4 * RUN)):
+        value = query[run].to(gl.float32)
+        values = values + (value,)  # noqa: RUF005
+        bits = gl.max(_bits(value) & 0x7FFFFFFF, axis=1)
+        most = gl.maximum(most, gl.convert_layout(bits, _lanes(num_warps), assert_trivial=True))
+    most = gl.maximum(most, _bits(_from_lane(_float(most), 1)))
+    most = gl.maximum(most, _bits(_from_lane(_float(most), 2)))
+    largest = gl.where(most > 0, _float(most), 127.0)
     factor = gl.convert_layout(127 * _reciprocal(largest), gl.SliceLayout(1, VECTORS), assert_trivial=True)
     high_words = ()
     low_words = ()
-    high_sum = gl.full_like(largest, 0.0)
-    low_sum = gl.full_like(largest, 0.0)
+    high_sum = gl.full_like(j, 0)
+    low_sum = gl.full_like(j, 0)
     for run in gl.static_range(D // (4 * RUN)):
         scaled = values[run] * gl.expand_dims(factor, 1)
         high = scaled + _MAGIC
         low = (scaled - (high - _MAGIC)) * 254 + _MAGIC
-        high_sum += gl.convert_layout(gl.sum(high - _MAGIC, axis=1), _lanes(num_warps), assert_trivial=True)
-        low_sum += gl.convert_layout(gl.sum(low - _MAGIC, axis=1), _lanes(num_warps), assert_trivial=True)
         high_bytes = _split_lanes(_bits(high), num_warps)
         low_bytes = _split_lanes(_bits(low), num_warps)
         for word in gl.static_range(RUN // 4):
@@ -215,12 +219,22 @@ def _int8_query(p_query, real, D: gl.constexpr, BITS: gl.constexpr, j, num_warps
             )
             high_words = high_words + (high_word,)  # noqa: RUF005
             low_words = low_words + (low_word,)  # noqa: RUF005
-    high_sum += _from_lane(high_sum, 1)
-    high_sum += _from_lane(high_sum, 2)
-    low_sum += _from_lane(low_sum, 1)
-    low_sum += _from_lane(low_sum, 2)
+            high_sum = _sum_of_bytes(high_word, high_sum)
+            low_sum = _sum_of_bytes(low_word, low_sum)
+    high_sum += _bits(_from_lane(_float(high_sum), 1))
+    high_sum += _bits(_from_lane(_float(high_sum), 2))
+    low_sum += _bits(_from_lane(_float(low_sum), 1))
+    low_sum += _bits(_from_lane(_float(low_sum), 2))
     OFFSET: gl.constexpr = 1 << (BITS - 1) if BITS < 8 else 0  # codes of less than a byte are stored from 0 on
-    return high_words, low_words, (high_sum * -OFFSET).to(gl.int32), (low_sum * -OFFSET).to(gl.int32), largest
+    return high_words, low_words, high_sum * -OFFSET, low_sum * -OFFSET, largest
+
+
+@gluon.jit
+def _sum_of_bytes(word, total):
+    """``total`` and the four int8 of a word."""
+    return gl.inline_asm_elementwise(
+        "dp4a.s32.s32 $0, $1, 0x01010101, $2;", "=r,r,r", [word, total], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -572,9 +586,6 @@ def score_kernel(
     row_head = gl.program_id(1).to(gl.int64)
     row = row_head // H
     split = gl.program_id(0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     thread = gl.arange(0, 32 * num_warps, LANES)
     warp, g, j = thread // 32, thread % 32 // 4, thread % 4
     pointers = (
@@ -585,21 +596,17 @@ def score_kernel(
         scales_ptr + row_head * capacity * (1 + R),
     )
     first_page = (split * num_warps + warp) * 8
-    loaded = _load_first(pointers, first_page, capacity, g, j, D, R, BITS, num_warps)  # they come meanwhile
-    queries = ()
-    units = ()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    count = gl.load(counts_ptr + row)
+    heads = ()
     for h in gl.static_range(BLOCK_G // 8):
         p_query = query_ptr + row * stride_query_row + ((row_head % H) * G + (h * 8 + g)) * stride_query_head
-        high_words, low_words, high_start, low_start, largest = _int8_query(
-            p_query, h * 8 + g < G, D, BITS, j, num_warps
-        )
-        queries = queries + ((high_words, low_words, high_start, low_start),)  # noqa: RUF005
-        # Logits come out in base 2, for which the exponential is one instruction.
-        units = units + (largest * (scaling * (1.4426950408889634 / (127 * 254))),)  # noqa: RUF005
-
-    count = gl.load(counts_ptr + row)
-    if STEP:
-        n_pages = gl.minimum(count // P, max_pages)
+        heads = heads + (_load_query(p_query, h * 8 + g < G, D, BITS, j, num_warps),)  # noqa: RUF005
+    loaded = _load_first(pointers, first_page, capacity, g, j, D, R, BITS, num_warps)  # they come meanwhile
+    n_pages = gl.minimum(count // P if STEP else count, max_pages)
+    if STEP:  # noqa: SIM102  one is known to the compiler
         if split == 0:
             channel = gl.arange(0, D, LANES)
             added = 1
@@ -611,8 +618,13 @@ def score_kernel(
             p_value = value_ptr + row * stride_value_row + (row_head % H) * stride_value_head
             gl.store(keys_ptr + o_token, gl.load(p_key + channel), mask=m_written)
             gl.store(values_ptr + o_token, gl.load(p_value + channel), mask=m_written)
-    else:
-        n_pages = gl.minimum(count, max_pages)
+    queries = ()
+    units = ()
+    for h in gl.static_range(BLOCK_G // 8):
+        high_words, low_words, high_start, low_start, largest = _int8_query(heads[h], D, BITS, j, num_warps)
+        queries = queries + ((high_words, low_words, high_start, low_start),)  # noqa: RUF005
+        # Logits come out in base 2, for which the exponential is one instruction.
+        units = units + (largest * (scaling * (1.4426950408889634 / (127 * 254))),)  # noqa: RUF005
 
     # Every n_splits-th block, so that all programs have as much to do however full the cache is.
     n_blocks = (n_pages + BLOCK_J - 1) // BLOCK_J
