@@ -62,6 +62,31 @@ def _products(left, right, P: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr)
 
 
 @triton.jit
+def _left_operand(x, P: tl.constexpr):
+    return tl.reshape(tl.permute(tl.reshape(x, (P, P // 8, 4, 2)), (0, 1, 3, 2)), (P, P))
+
+
+@triton.jit
+def _right_operand(x, P: tl.constexpr):
+    return tl.reshape(tl.permute(tl.reshape(x, (P, P // 8, 4, 2)), (1, 3, 2, 0)), (P, P))
+
+
+@triton.jit
+def _squared(x, P: tl.constexpr):
+    """``x @ x`` of a symmetric ``(P, P)`` array, as good as float32.
+
+    The columns of eight are taken in the order in which a product of the tensor cores leaves them with the threads
+    that the next one wants them of, so that nothing moves between threads.
+    """
+    # Two terms of TF32, three products: what Triton has for it looks for infinities too.
+    high = (x.to(tl.int32, bitcast=True) & ~0x1FFF).to(tl.float32, bitcast=True)
+    low = x - high
+    small = tl.dot(_left_operand(high, P), _right_operand(low, P), input_precision="tf32")
+    small = tl.dot(_left_operand(low, P), _right_operand(high, P), small, input_precision="tf32")
+    return tl.dot(_left_operand(high, P), _right_operand(high, P), input_precision="tf32") + small
+
+
+@triton.jit
 def packed_channels(D: tl.constexpr, PARTS: tl.constexpr, BLOCK_W: tl.constexpr):
     """Channels in the order of the packed basis, PARTS runs of D / PARTS each padded to BLOCK_W, and which exist."""
     WIDTH: tl.constexpr = D // PARTS
@@ -124,25 +149,19 @@ def summarize_page(
     for i_column in range(R):
         trace = tl.sum(tl.sum(tl.where(diagonal, b_gram, 0.0), axis=1), axis=0)
         alive = trace > rank_tolerance * rank_tolerance * first_trace
-        b_power = b_gram / tl.where(alive, trace, 1.0)
+        b_power = b_gram * (1.0 / tl.where(alive, trace, 1.0))
         # The 128th power, the 256th of the singular value ratio: directions that it fails to separate have singular
-        # values within 1 % of each other, and either serves. The 16th power times one of its columns takes less time
-        # than more squarings. Three of these shrink the trace to P**-7 at the least. As the matrix is symmetric, it is
-        # multiplied with its transpose, which takes fewer moves between threads.
-        for _ in range(3):
-            b_power = tl.dot(b_power, tl.trans(b_power), input_precision=PRECISION)
-        trace = tl.sum(tl.sum(tl.where(diagonal, b_power, 0.0), axis=1), axis=0)
-        b_power = b_power / tl.where(trace > 0, trace, 1.0)
-        b_power = tl.dot(b_power, tl.trans(b_power), input_precision=PRECISION)
+        # values within 1 % of each other, and either serves. The 16th of a trace of 1 is P**-15 at the least.
+        for _ in tl.static_range(4):
+            b_power = _squared(b_power, BLOCK_P)
         strength = tl.sum(tl.where(diagonal, b_power, 0.0), axis=1)
-        b_power = b_power / tl.where(alive, tl.max(strength, axis=0), 1.0)
         strongest = tl.argmax(strength, axis=0)
+        b_power = b_power * (1.0 / tl.where(alive, tl.max(strength, axis=0), 1.0))
+        for _ in tl.static_range(3):
+            b_power = _squared(b_power, BLOCK_P)
+        # Its columns are the direction, and so are its rows.
+        b_left_vector = tl.sum(tl.where(token[None, :] == strongest, b_power, 0.0), axis=1)
         b_across = tl.sum(tl.where(token[:, None] == strongest, b_power, 0.0), axis=0)
-        for _ in range(3):
-            b_image = tl.sum(b_power * b_across[None, :], axis=1)
-            b_across = tl.sum(b_power * b_image[:, None], axis=0)
-        b_left_vector = tl.sum(b_power * b_across[None, :], axis=1)
-        b_across = tl.sum(tl.where(diagonal, b_left_vector[:, None], 0.0), axis=0)  # the same, along the other axis
         b_image = tl.sum(b_gram * b_across[None, :], axis=1)
         b_image_across = tl.sum(b_gram * b_left_vector[:, None], axis=0)
         square = tl.sum(b_left_vector * b_image, axis=0)  # of the column's norm
