@@ -14,7 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..backend import interpreting, launching, programmatic_launch
 
-_WEIGHTS = 1 << 13  # of a program
+# Weights of a program. One row of activations takes so few registers that twice as many programs fit side by side.
+_WEIGHTS_FOR_ONE_ROW, _WEIGHTS = 1 << 12, 1 << 13
 
 
 @triton.jit
@@ -120,7 +121,8 @@ def linears_triton(
     biases = [bias if bias is None else bias.contiguous() for bias in biases]
     outs = [torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device) for weight in weights]
     block_in = max(128, triton.next_power_of_2(n_in))
-    block_out = max(1, _WEIGHTS // block_in)
+    weights_each = _WEIGHTS_FOR_ONE_ROW if x.shape[0] == 1 else _WEIGHTS
+    block_out = max(1, weights_each // block_in)
     missing = 3 - layers  # of the layers that the kernel has arguments for
     sizes = [*(weight.shape[0] for weight in weights), *[0] * missing]
     strides = [*(weight.stride(0) for weight in weights), *[0] * missing]
@@ -139,5 +141,6 @@ def linears_triton(
         BIASES=sum((bias is not None) << index for index, bias in enumerate(biases)),
         **({"PDL": False} if interpreting() else programmatic_launch(x.device)),
         num_warps=4,
+        maxnreg=64 if block_in * block_out == _WEIGHTS_FOR_ONE_ROW else None,
     )
     return outs
