@@ -578,8 +578,8 @@ def _launch_combine(
     ranked, lengths, added, page_size = step or (None,) * 4
     real = None if ranked is None else ranked.real
     n_keys = 0 if ranked is None else ranked.key.shape[1]
-    # Every program reads all parts of the normalisers: one on each multiprocessor is enough.
-    block, warps = (512, 4) if rows * (n_keys or max_pages) <= 1 << 17 else (1024, 8)
+    # Every program reads all parts of the normalisers, so that 64 do as well as more.
+    block, warps = (512, 4) if rows * (n_keys or max_pages) <= 3 << 14 else (1024, 8)
     grid = (triton.cdiv(n_keys or max_pages, block), rows)
     keys = (None, None) if ranked is None else (ranked.key, ranked.group_key)
     sizes = {"H": n_kv_heads, "G": group, "BLOCK_G": triton.next_power_of_2(group), "P": page_size, "BLOCK": block}

@@ -46,44 +46,49 @@ def _runs(x, RUNS: tl.constexpr):
 
 
 @triton.jit
+def _high(x):
+    """The upper 19 bits, as TF32 has them."""
+    return (x.to(tl.int32, bitcast=True) & ~0x1FFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _product(left, right):
+    """``left @ right`` as good as float32, for finite arrays: of two terms of TF32 each, three products."""
+    left_high, right_high = _high(left), _high(right)
+    product = tl.dot(left_high, right - right_high, input_precision="tf32")
+    product = tl.dot(left - left_high, right_high, product, input_precision="tf32")
+    return tl.dot(left_high, right_high, product, input_precision="tf32")
+
+
+@triton.jit
 def _products(left, right, P: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr):
     """``left @ right.T`` of two ``(P, D)`` arrays, on the tensor cores and as good as float32."""
     if RUNS > 1:
         across = tl.permute(_runs(right, RUNS), (0, 2, 1))
-        product = tl.sum(tl.dot(_runs(left, RUNS), across, input_precision="tf32x3"), axis=0)
+        product = tl.sum(_product(_runs(left, RUNS), across), axis=0)
     elif P * D <= 4096:
-        product = tl.dot(left, tl.trans(right), input_precision="tf32x3")
+        product = _product(left, tl.trans(right))
     else:  # in two halves, as the operands take too much shared memory at once
         left_half, left_end = tl.split(tl.permute(tl.reshape(left, (P, 2, D // 2)), (0, 2, 1)))
         right_half, right_end = tl.split(tl.permute(tl.reshape(right, (P, 2, D // 2)), (0, 2, 1)))
-        product = tl.dot(left_half, tl.trans(right_half), input_precision="tf32x3")
-        product = tl.dot(left_end, tl.trans(right_end), product, input_precision="tf32x3")
+        product = _product(left_half, tl.trans(right_half)) + _product(left_end, tl.trans(right_end))
     return product
 
 
 @triton.jit
-def _left_operand(x, P: tl.constexpr):
-    return tl.reshape(tl.permute(tl.reshape(x, (P, P // 8, 4, 2)), (0, 1, 3, 2)), (P, P))
-
-
-@triton.jit
-def _right_operand(x, P: tl.constexpr):
-    return tl.reshape(tl.permute(tl.reshape(x, (P, P // 8, 4, 2)), (1, 3, 2, 0)), (P, P))
-
-
-@triton.jit
 def _squared(x, P: tl.constexpr):
-    """``x @ x`` of a symmetric ``(P, P)`` array, as good as float32.
-
-    The columns of eight are taken in the order in which a product of the tensor cores leaves them with the threads
-    that the next one wants them of, so that nothing moves between threads.
-    """
-    # Two terms of TF32, three products: what Triton has for it looks for infinities too.
-    high = (x.to(tl.int32, bitcast=True) & ~0x1FFF).to(tl.float32, bitcast=True)
-    low = x - high
-    small = tl.dot(_left_operand(high, P), _right_operand(low, P), input_precision="tf32")
-    small = tl.dot(_left_operand(low, P), _right_operand(high, P), small, input_precision="tf32")
-    return tl.dot(_left_operand(high, P), _right_operand(high, P), input_precision="tf32") + small
+    """``x @ x`` of a symmetric ``(P, P)`` array, of its numbers rounded to 11 bits."""
+    x = ((x.to(tl.int32, bitcast=True) + 0x1000) & ~0x1FFF).to(tl.float32, bitcast=True)
+    if P == 16:
+        # Columns in the order in which a product of the tensor cores leaves them with the threads that the next one
+        # wants them of, so that nothing moves between threads; a batch of one, so that all warps do the same.
+        x = tl.reshape(x, (P, P // 8, 4, 2))
+        left = tl.reshape(tl.permute(x, (0, 1, 3, 2)), (1, P, P))
+        right = tl.reshape(tl.permute(x, (1, 3, 2, 0)), (1, P, P))
+        product = tl.reshape(tl.dot(left, right, input_precision="tf32"), (P, P))
+    else:
+        product = tl.dot(x, tl.trans(x), input_precision="tf32")
+    return product
 
 
 @triton.jit
@@ -117,7 +122,6 @@ def summarize_page(
     RUNS: tl.constexpr,
 ):
     """Summarise float32 keys ``[BLOCK_P, channels in packed order]``, zero where there is none, as page ``page``."""
-    PRECISION: tl.constexpr = "tf32x3"  # on the tensor cores, and as good as float32
     token = tl.arange(0, BLOCK_P)
     WIDTH: tl.constexpr = D // PARTS
     BLOCK_D: tl.constexpr = PARTS * BLOCK_W
@@ -139,7 +143,7 @@ def summarize_page(
     b_left = tl.where((token < P)[:, None], b_key - b_mean[None, :], 0.0)  # what no column explains yet
     size = tl.max(tl.max(tl.abs(b_left), axis=1), axis=0)
     size = tl.where(size > 0, size, 1.0)
-    b_left = b_left / size
+    b_left = b_left * (1.0 / size)
     diagonal = token[:, None] == token[None, :]
     first_trace = tl.sum(tl.sum(b_left * b_left, axis=1), axis=0)
 
@@ -177,7 +181,7 @@ def summarize_page(
     # Scaled by something else than before, since a product of the same would keep its operand in shared memory
     # through the loop.
     b_centred = tl.where((token < P)[:, None], b_key - b_mean[None, :], 0.0) * (0.5 / size)
-    b_columns = tl.dot(b_direction, b_centred, input_precision=PRECISION)  # [column, channel]
+    b_columns = _product(b_direction, b_centred)  # [column, channel]
     norm = tl.sqrt(tl.sum(b_columns * b_columns, axis=1))
     b_columns = b_columns * tl.where(norm > 0, 1.0 / tl.where(norm > 0, norm, 1.0), 0.0)[:, None]
     # Rows past the rank are zero: dividing takes long, and so few as possible are quantised.
@@ -217,8 +221,9 @@ def summarize_page(
         for i in range(R):
             here = column == i
             pivot = tl.sum(tl.sum(tl.where(here[:, None] & here[None, :], b_gram, 0.0), axis=1), axis=0)
-            gram_row = tl.sum(tl.where(here[:, None], b_gram, 0.0), axis=0) / pivot
-            right_row = tl.sum(tl.where(here[:, None], b_right, 0.0), axis=0) / pivot
+            inverse = 1.0 / pivot
+            gram_row = tl.sum(tl.where(here[:, None], b_gram, 0.0), axis=0) * inverse
+            right_row = tl.sum(tl.where(here[:, None], b_right, 0.0), axis=0) * inverse
             factor = tl.where(here, 0.0, tl.sum(tl.where(here[None, :], b_gram, 0.0), axis=1))
             b_gram = tl.where(here[:, None], gram_row[None, :], b_gram - factor[:, None] * gram_row[None, :])
             b_right = tl.where(here[:, None], right_row[None, :], b_right - factor[:, None] * right_row[None, :])
