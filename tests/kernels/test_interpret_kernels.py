@@ -80,6 +80,20 @@ def reconstruction(summaries, layout):
     return centroid[:, None, :] + coefficients @ basis
 
 
+def assert_as_good(got, expected, pages, layout, n_changed):
+    """Of summaries of the same pages at most ``n_changed`` differ, and those are as close to their pages.
+
+    Sums in another order may round a code differently, or mix directions of nearly the same strength.
+    """
+    got = {name: array.flatten(0, -1 - len(layout.fields()[name][0])) for name, array in got.items()}
+    expected = {name: array.flatten(0, -1 - len(layout.fields()[name][0])) for name, array in expected.items()}
+    different = torch.stack([(got[name] != expected[name]).flatten(1).any(1) for name in got]).any(0)
+    assert different.sum() <= n_changed
+    pages = pages.double()
+    errors = [(reconstruction(x, layout).double() - pages).flatten(1).norm(dim=1) for x in (got, expected)]
+    assert (errors[0] <= 1.02 * errors[1] + 2e-3 * pages.flatten(1).norm(dim=1)).all()
+
+
 @pytest.mark.parametrize(("head_dim", "dtype"), GRID, ids=GRID_IDS)
 @pytest.mark.parametrize("refit", [True, False], ids=["refit", "project"])
 @pytest.mark.parametrize(("rank", "bits", "page_size"), [(8, 4, 16), (3, 2, 16), (15, 8, 16), (1, 16, 16), (4, 4, 32)])
@@ -400,7 +414,7 @@ def test_attend_strided_query_and_empty_row(rng):
     ids=["one by one", "in groups", "all", "before", "in memory"],
 )
 def test_decode_step(rng, monkeypatch, head_dim, dtype, rank, bits, page_size, group, slots, limits):
-    """Step by step the same as the other operations, one after the other: outputs, tokens, summaries and counts."""
+    """Step by step as the other operations, one after the other: outputs, tokens, summaries and counts."""
     select = importlib.import_module("locks_hf.kernels.select.triton")
     for name, value in limits.items():
         monkeypatch.setattr(select, name, value)
@@ -425,10 +439,10 @@ def test_decode_step(rng, monkeypatch, head_dim, dtype, rank, bits, page_size, g
         assert got[2].isnan().all().item() == (step > 0)
         assert got[:2].isfinite().all()
         assert not got[1].any() if step == 1 else got[1].any()
-        for ours, theirs in zip(
-            (*state[:2], *state[2].values(), state[3]), (*twin[:2], *twin[2].values(), twin[3]), strict=True
-        ):
-            assert torch.equal(ours, theirs)
+        assert all(torch.equal(state[i], twin[i]) for i in (0, 1, 3))
+        assert_as_good(summaries, twin[2], keys.unflatten(2, (-1, page_size)).flatten(0, 2), layout, batch * heads)
+        for name, array in summaries.items():
+            twin[2][name].copy_(array)
     assert counts.tolist() == [start[0] + 3, start[1] + 2, start[2] + 3, 8 * page_size + 3]
 
 
