@@ -64,6 +64,11 @@ def _popcount(word):
 
 
 @gluon.jit
+def _leading_zeros(word):
+    return gl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [word], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def _largest(key, num_warps: gl.constexpr):
     most = gl.max(gl.max(gl.max(key, axis=3), axis=0), axis=1)
     return gl.max(gl.convert_layout(most, _everywhere([num_warps], num_warps)), axis=0)
@@ -93,12 +98,11 @@ def _meet(a, b, c, d, num_warps: gl.constexpr):
 
 
 @gluon.jit
-def _counts(key, first, shift, num_warps: gl.constexpr):
-    """How many keys reach ``first + (i << shift)``, for ``i`` from 1 to 7 in the halves of four words.
+def _counts(bucket, num_warps: gl.constexpr):
+    """How many keys are in bucket ``i`` of eight or a later one, for ``i`` from 1 to 7 in the halves of four words.
 
     The high halves are of 4, 5, 6 and 7, the low ones of 1, 2 and 3 those of the second to the fourth word.
     """
-    bucket = gl.minimum((gl.maximum(key, first) - first) >> shift, 7)
     word = gl.sum(gl.full_like(bucket, 1) << (bucket * 4), axis=3)  # a thread's eight keys leave room in four bits
     HALVES: gl.constexpr = 0x000F000F
     n04 = gl.sum(gl.sum(word & HALVES, axis=0), axis=1)
@@ -106,7 +110,7 @@ def _counts(key, first, shift, num_warps: gl.constexpr):
     n26 = gl.sum(gl.sum((word >> 8) & HALVES, axis=0), axis=1)
     n37 = gl.sum(gl.sum((word >> 12) & HALVES, axis=0), axis=1)
     n04, n15, n26, n37 = _meet(n04, n15, n26, n37, num_warps)
-    # From each range on, within its half; then the lower ranges get what the upper ones have.
+    # From each bucket on, within its half; then the lower ones get what the upper ones have.
     from3 = gl.sum(n37, axis=0)
     from2 = gl.sum(n26, axis=0) + from3
     from1 = gl.sum(n15, axis=0) + from2
@@ -116,46 +120,68 @@ def _counts(key, first, shift, num_warps: gl.constexpr):
 
 
 @gluon.jit
-def _threshold(key, wanted, slack, low, high, count, near_low, num_warps: gl.constexpr):
+def _last_with_enough(bucket, wanted, count, num_warps: gl.constexpr):
+    """The last of eight buckets from which on there are as many keys as are wanted, and how many: ``count`` for 0."""
+    HIGHEST: gl.constexpr = 0x80008000
+    wanted_twice = (wanted * 0x00010001).to(gl.uint32)
+    from0, from1, from2, from3 = _counts(bucket, num_warps)
+    # Counts are below 1 << 15, and so is `wanted`.
+    enough = ((from1 | HIGHEST) - wanted_twice) & HIGHEST
+    enough |= (((from2 | HIGHEST) - wanted_twice) & HIGHEST) >> 1
+    enough |= (((from3 | HIGHEST) - wanted_twice) & HIGHEST) >> 2
+    enough |= (((from0 | HIGHEST) - wanted_twice) & 0x80000000) >> 3
+    last = _popcount(enough)
+    word = gl.where((last & 2) > 0, gl.where((last & 1) > 0, from3, from2), gl.where((last & 1) > 0, from1, from0))
+    reached = ((word >> gl.where(last > 3, 16, 0).to(gl.uint32)) & 0xFFFF).to(gl.int32)
+    return last, gl.where(last > 0, reached, count)
+
+
+@gluon.jit
+def _start(key, wanted, low, high, count, from_above, num_warps: gl.constexpr):
+    """The first pass of a search, by ranges of which each is twice as wide as the one before.
+
+    It counts them from ``high``, a quarter of an octave at first, or from ``low``, a 256th: the threshold is much
+    nearer to that end than to the other, but how near depends on the attention.
+    """
+    above_low = gl.maximum(key, low)
+    distance = gl.where(from_above, (high - 1 - above_low) >> 21, (above_low - low) >> 15)
+    doublings = gl.minimum(32 - _leading_zeros(distance), 7)
+    bucket = doublings ^ gl.where(from_above, 7, 0)
+    last, count = _last_with_enough(bucket.to(gl.uint32), wanted, count, num_warps)
+    width, one = high - low, gl.to_tensor(1)
+    begin = gl.minimum((one << gl.where(from_above, 28 - gl.maximum(last, 1), 14 + last)).to(gl.uint32), width)
+    end = gl.minimum((one << gl.where(from_above, 27 - last, 15 + last)).to(gl.uint32), width)
+    new_low = gl.where(last > 0, gl.where(from_above, high - begin, low + begin), low)
+    return new_low, gl.where(last < 7, gl.where(from_above, high - end, low + end), high), count
+
+
+@gluon.jit
+def _threshold(key, wanted, slack, low, high, count, num_warps: gl.constexpr):
     """As of :func:`locks_hf.kernels.select.triton._threshold`, by counting in eight ranges a pass.
 
     The keys are below ``high``; as many as ``slack`` more than ``wanted`` may reach the threshold.
     """
-    most = gl.where(near_low, 18, 24)  # the first pass: a quarter of an octave from below, or sixteen from above
-    HIGHEST: gl.constexpr = 0x80008000
-    wanted_twice = (wanted * 0x00010001).to(gl.uint32)
-    while (high - low > 1) & (count - wanted > slack):  # at least as many as wanted always reach `low`
+    while (high - low > 1) & (count - wanted > slack):
         width = high - low
         bits = ((width - 1).to(gl.float32).to(gl.int32, bitcast=True) >> 23) - 126
-        shift = gl.maximum(gl.minimum(bits - 3, most), 0)
-        from_above = (most == 24) & ((width - 1) >> gl.minimum(shift + 3, 31).to(gl.uint32) > 0)
-        first = gl.where(from_above, high - (8 << shift).to(gl.uint32), low)
-        from0, from1, from2, from3 = _counts(key, first, shift.to(gl.uint32), num_warps)
-        # Whether as many as are wanted reach each of the ranges 1 to 7: counts are below 1 << 15, and so is `wanted`.
-        enough = ((from1 | HIGHEST) - wanted_twice) & HIGHEST
-        enough |= (((from2 | HIGHEST) - wanted_twice) & HIGHEST) >> 1
-        enough |= (((from3 | HIGHEST) - wanted_twice) & HIGHEST) >> 2
-        enough |= (((from0 | HIGHEST) - wanted_twice) & 0x80000000) >> 3
-        above = _popcount(enough)
-        word = gl.where(
-            (above & 2) > 0, gl.where((above & 1) > 0, from3, from2), gl.where((above & 1) > 0, from1, from0)
-        )
-        reached = ((word >> gl.where(above > 3, 16, 0).to(gl.uint32)) & 0xFFFF).to(gl.int32)
-        count = gl.where(above > 0, reached, count)
-        next_up = ((above + 1) << shift).to(gl.uint32)
-        high = gl.where((above < 7) & (next_up < high - first), first + next_up, high)
-        low = gl.where(above > 0, first + (above << shift).to(gl.uint32), low)
-        most = most * 0 + 29
+        shift = gl.maximum(gl.minimum(bits, 32) - 3, 0)
+        bucket = gl.minimum((gl.maximum(key, low) - low) >> shift.to(gl.uint32), 7)
+        last, count = _last_with_enough(bucket, wanted, count, num_warps)
+        next_up = ((last + 1) << shift).to(gl.uint32)
+        high = gl.where((last < 7) & (next_up < width), low + next_up, high)
+        low = gl.where(last > 0, low + (last << shift).to(gl.uint32), low)
     return low, count
 
 
 @gluon.jit
-def _choose(key, index, wanted, slack, low, high, count, near_low, num_warps: gl.constexpr):
+def _choose(key, index, wanted, slack, low, high, count, from_above, num_warps: gl.constexpr):
     """As of :func:`locks_hf.kernels.select.triton._choose`: which are chosen, how many, and a bound of their keys.
 
     As many as ``slack`` more than ``wanted`` may be chosen.
     """
-    low, count = _threshold(key, wanted, slack, low, high, count, near_low, num_warps)
+    if (high - low > 1) & (count - wanted > slack):  # at least as many as wanted always reach `low`
+        low, high, count = _start(key, wanted, low, high, count, from_above, num_warps)
+    low, count = _threshold(key, wanted, slack, low, high, count, num_warps)
     cut = low
     if count - wanted > slack:  # equal keys at the threshold
         chosen = key > low
@@ -163,7 +189,7 @@ def _choose(key, index, wanted, slack, low, high, count, near_low, num_warps: gl
         order = gl.where(key == low, 0x80000000 - index.to(gl.uint32), 0)
         order = gl.where(missing > 0, order, 0)
         first, _ = _threshold(
-            order, missing, 0, low * 0 + 1, _largest(order, num_warps) + 1, count * 0 + (1 << 15), False, num_warps
+            order, missing, 0, low * 0 + 1, _largest(order, num_warps) + 1, count * 0 + (1 << 15), num_warps
         )
         # As keys again, since predicates that live through a branch cost more.
         key = gl.where(chosen | (order >= first), 1, 0).to(gl.uint32)
@@ -390,7 +416,7 @@ def attend_kernel(
     own = row_head * n_splits + split
     p_pages = pages_ptr if FOUR else pages_ptr + own * slots_per_split
     p_groups = groups_ptr + own * BLOCK_K
-    p_key = key_ptr + row_head * n_keys
+    p_page_key = key_ptr + row_head * n_keys
     n_total = (length + P - 1) // P
     wanted = gl.minimum(slots, n_total)
     others = gl.maximum(wanted - 2, 0)
@@ -414,19 +440,19 @@ def attend_kernel(
         # At first these have a key: a last group of the last page alone has none, and is not to be counted.
         ordinary = (n_total - 2) // GROUP + 1
         chosen, n_candidates, low = _choose(
-            biggest, index, others, BLOCK_K - others, low, high, ordinary, False, num_warps
+            biggest, index, others, BLOCK_K - others, low, high, ordinary, True, num_warps
         )
         gl.store(p_groups + _places(chosen, C_GROUPS, num_warps, GROUPS), index, mask=chosen)
         bound = n_candidates * GROUP
         barrier()
         candidate = gl.load(p_groups + slot, mask=slot < n_candidates, other=0)
     page = (candidate * (GROUP // 8) + run % (GROUP // 8)) * 8 + within  # so that runs are seen to be aligned
-    key = gl.load(p_key + page, mask=slot < n_candidates, other=0).to(gl.uint32, bitcast=True)
+    key = gl.load(p_page_key + page, mask=slot < n_candidates, other=0).to(gl.uint32, bitcast=True)
     four = (start * 0 - 1, start * 0 - 1, start * 0 - 1, start * 0 - 1)
     if others > 0:
         if not in_groups:
             high = _largest(key, num_warps) + 1
-        chosen, _, low = _choose(key, page, others, 0, low, high, bound, in_groups, num_warps)
+        chosen, _, low = _choose(key, page, others, 0, low, high, bound, in_groups == 0, num_warps)
         if FOUR:
             four = _four_pages(chosen, page, start - 1, C_KEYS, num_warps)
         else:
@@ -452,30 +478,29 @@ def attend_kernel(
     channel_k = gl.arange(0, D, gl.SliceLayout(1, K))[:, None]
     token_v = gl.arange(0, BLOCK_N, gl.SliceLayout(1, VALUES))
     channel_v = gl.arange(0, D, gl.SliceLayout(0, VALUES))[None, :]
-    token_w = gl.arange(0, BLOCK_N, gl.SliceLayout(0, WEIGHT))
+    token_m = gl.arange(0, BLOCK_N, gl.SliceLayout(0, MMA))
     running_max = gl.full([16], float("-inf"), gl.float32, HEAD)
     running_sum = gl.full([16], 0.0, gl.float32, HEAD)
     out = gl.full([16, D], 0.0, gl.float32, MMA)
     shared = gl.allocate_shared_memory(values_ptr.dtype.element_ty, [BLOCK_N, D], SHARED)
-    for at in range(start * P, end * P, BLOCK_N):  # BLOCK_N is a multiple of P
-        slot_k = (at + token_k) // P - start
-        page_k = _page_in(slot_k, p_pages, end - start, four, FOUR)
-        at_k = page_k.to(gl.int64) * P + (at + token_k) % P
-        slot_v = (at + token_v) // P - start
-        page_v = _page_in(slot_v, p_pages, end - start, four, FOUR)
-        at_v = page_v.to(gl.int64) * P + (at + token_v) % P
-        slot_w = (at + token_w) // P - start
-        page_w = _page_in(slot_w, p_pages, end - start, four, FOUR)
-        real_w = (page_w >= 0) & (page_w * P + (at + token_w) % P < length)
+    ONE_BLOCK: gl.constexpr = FOUR and BLOCK_N == 4 * P
+    for block in range(0, (end - start) * P, BLOCK_N):  # BLOCK_N is a multiple of P
+        first = 0 if ONE_BLOCK else block  # so that the compiler knows which page a token is of
+        page_k = _page_in((first + token_k) // P, p_pages, end - start, four, FOUR)
+        page_v = _page_in((first + token_v) // P, p_pages, end - start, four, FOUR)
+        page_m = _page_in((first + token_m) // P, p_pages, end - start, four, FOUR)
+        at_k, at_v = page_k * P + token_k % P, page_v * P + token_v % P
         real_k = ((page_k >= 0) & (at_k < length))[None, :]
         real_v = ((page_v >= 0) & (at_v < length))[:, None]
-        b_key = gl.load(keys_ptr + (p_head + at_k[None, :] * stride_kv_token + channel_k), mask=real_k, other=0.0)
-        b_value = gl.load(values_ptr + (p_head + at_v[:, None] * stride_kv_token + channel_v), mask=real_v, other=0.0)
+        real_m = (page_m >= 0) & (page_m * P + token_m % P < length)
+        p_key = keys_ptr + (p_head + at_k[None, :].to(gl.int64) * stride_kv_token + channel_k)
+        p_value = values_ptr + (p_head + at_v[:, None].to(gl.int64) * stride_kv_token + channel_v)
+        b_key = gl.load(p_key, mask=real_k, other=0.0)
+        b_value = gl.load(p_value, mask=real_v, other=0.0)
         logit = mma_v2(query, b_key, gl.full([16, BLOCK_N], 0.0, gl.float32, MMA)) * (scaling * LOG2E)
         shared.store(b_value)
         # All logits in every warp, laid out as the first operand of the next product.
-        logit = gl.convert_layout(logit, WEIGHT)
-        logit = gl.where(real_w[None, :], logit, float("-inf"))
+        logit = gl.convert_layout(gl.where(real_m[None, :], logit, float("-inf")), WEIGHT)
         larger = gl.maximum(running_max, gl.convert_layout(gl.max(logit, axis=1), HEAD))
         safe = gl.where(larger == float("-inf"), 0.0, larger)
         weight = gl.exp2(logit - gl.convert_layout(safe, gl.SliceLayout(1, WEIGHT))[:, None])
