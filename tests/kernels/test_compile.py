@@ -131,14 +131,15 @@ def test_score_compiles_for_every_kind_of_summary(rank, bits, page_size, group, 
     assert kernel.metadata.shared <= 99 * 1024
 
 
-def test_large_pages_compile():
-    """Pages of 64 tokens, where shared memory is scarcest: fp32 keys of head_dim 256."""
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_large_pages_compile(dtype):
+    """Pages of 64 tokens of head_dim 256, where shared memory is scarcest."""
     attend_kernel = compiled(
-        _attend_split_kernel, 80, dtype="fp32", H=4, G=8, BLOCK_G=16, D=256, BLOCK_D=256, P=64, BLOCK_N=32,
+        _attend_split_kernel, 80, dtype=dtype, H=4, G=8, BLOCK_G=16, D=256, BLOCK_D=256, P=64, BLOCK_N=32,
         UPCAST=False, **NO_CHOICE,
     )  # fmt: skip
     options = {**combine_options(32, 256), **summarize_options(SummaryLayout(256, 4, 64), True)}
-    end_kernel = compiled(_end_kernel, 80, dtype="fp32", pointers=BYTES, H=4, G=8, **options)
+    end_kernel = compiled(_end_kernel, 80, dtype=dtype, pointers=BYTES, H=4, G=8, **options)
     for kernel in (attend_kernel, end_kernel):
         assert kernel.metadata.shared <= 163 * 1024  # a block of sm_80
 

@@ -61,6 +61,12 @@ def _product(left, right):
 
 
 @triton.jit
+def _halves(x):
+    """The even and the odd channels of ``(P, D)``."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
 def _products(left, right, P: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr):
     """``left @ right.T`` of two ``(P, D)`` arrays, on the tensor cores and as good as float32."""
     if RUNS > 1:
@@ -68,10 +74,18 @@ def _products(left, right, P: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr)
         product = tl.sum(_product(_runs(left, RUNS), across), axis=0)
     elif P * D <= 4096:
         product = _product(left, tl.trans(right))
-    else:  # in two halves, as the operands take too much shared memory at once
-        left_half, left_end = tl.split(tl.permute(tl.reshape(left, (P, 2, D // 2)), (0, 2, 1)))
-        right_half, right_end = tl.split(tl.permute(tl.reshape(right, (P, 2, D // 2)), (0, 2, 1)))
-        product = _product(left_half, tl.trans(right_half)) + _product(left_end, tl.trans(right_end))
+    else:  # part by part, as the operands take too much shared memory at once
+        left_even, left_odd = _halves(left)
+        right_even, right_odd = _halves(right)
+        if P * D <= 8192:
+            product = _product(left_even, tl.trans(right_even)) + _product(left_odd, tl.trans(right_odd))
+        else:
+            left_a, left_b = _halves(left_even)
+            right_a, right_b = _halves(right_even)
+            product = _product(left_a, tl.trans(right_a)) + _product(left_b, tl.trans(right_b))
+            left_a, left_b = _halves(left_odd)
+            right_a, right_b = _halves(right_odd)
+            product += _product(left_a, tl.trans(right_a)) + _product(left_b, tl.trans(right_b))
     return product
 
 
@@ -142,20 +156,21 @@ def summarize_page(
 
     b_left = tl.where((token < P)[:, None], b_key - b_mean[None, :], 0.0)  # what no column explains yet
     size = tl.max(tl.max(tl.abs(b_left), axis=1), axis=0)
-    size = tl.where(size > 0, size, 1.0)
+    size = tl.where(size > 1e-37, size, 1.0)  # a smaller one has no reciprocal, and nothing of it shows
     b_left = b_left * (1.0 / size)
     diagonal = token[:, None] == token[None, :]
-    first_trace = tl.sum(tl.sum(b_left * b_left, axis=1), axis=0)
 
     b_gram = _products(b_left, b_left, BLOCK_P, BLOCK_D, RUNS)
+    first_peak = tl.max(tl.max(tl.abs(b_gram), axis=1), axis=0)
     b_direction = tl.zeros((BLOCK_P, BLOCK_P), dtype=tl.float32)  # [column, token]: times the page gives the columns
     b_component = tl.zeros((BLOCK_P, BLOCK_P), dtype=tl.float32)  # [column, token]: of the page along them
     for i_column in range(R):
-        trace = tl.sum(tl.sum(tl.where(diagonal, b_gram, 0.0), axis=1), axis=0)
-        alive = trace > rank_tolerance * rank_tolerance * first_trace
-        b_power = b_gram * (1.0 / tl.where(alive, trace, 1.0))
+        peak = tl.max(tl.max(tl.abs(b_gram), axis=1), axis=0)
+        alive = peak > rank_tolerance * rank_tolerance * first_peak
         # The 128th power, the 256th of the singular value ratio: directions that it fails to separate have singular
-        # values within 1 % of each other, and either serves. The 16th of a trace of 1 is P**-15 at the least.
+        # values within 1 % of each other, and either serves. The largest entry being 1, the largest eigenvalue is 1 to
+        # P, also where rounding errors are all that is left, of both signs: the 16th power keeps to float32's range.
+        b_power = b_gram * (1.0 / tl.where(alive, peak, 1.0))
         for _ in tl.static_range(4):
             b_power = _squared(b_power, BLOCK_P)
         strength = tl.sum(tl.where(diagonal, b_power, 0.0), axis=1)
