@@ -67,6 +67,14 @@ def _halves(x):
 
 
 @triton.jit
+def _product_of_halves(left, right):
+    """``left @ right.T``."""
+    left_even, left_odd = _halves(left)
+    right_even, right_odd = _halves(right)
+    return _product(left_even, tl.trans(right_even)) + _product(left_odd, tl.trans(right_odd))
+
+
+@triton.jit
 def _products(left, right, P: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr):
     """``left @ right.T`` of two ``(P, D)`` arrays, on the tensor cores and as good as float32."""
     if RUNS > 1:
@@ -74,18 +82,10 @@ def _products(left, right, P: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr)
         product = tl.sum(_product(_runs(left, RUNS), across), axis=0)
     elif P * D <= 4096:
         product = _product(left, tl.trans(right))
-    else:  # part by part, as the operands take too much shared memory at once
+    else:  # a quarter of the channels at a time, as the operands take too much shared memory at once
         left_even, left_odd = _halves(left)
         right_even, right_odd = _halves(right)
-        if P * D <= 8192:
-            product = _product(left_even, tl.trans(right_even)) + _product(left_odd, tl.trans(right_odd))
-        else:
-            left_a, left_b = _halves(left_even)
-            right_a, right_b = _halves(right_even)
-            product = _product(left_a, tl.trans(right_a)) + _product(left_b, tl.trans(right_b))
-            left_a, left_b = _halves(left_odd)
-            right_a, right_b = _halves(right_odd)
-            product += _product(left_a, tl.trans(right_a)) + _product(left_b, tl.trans(right_b))
+        product = _product_of_halves(left_even, right_even) + _product_of_halves(left_odd, right_odd)
     return product
 
 
