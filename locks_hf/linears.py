@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 
+from .angles import SharedAngles
 from .kernels.linear import linear, linears, streams
 
 # On each layer that is fast: how many changes it is of, and the layers of the same input.
@@ -124,6 +125,8 @@ def _derived(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 class FastLinears:
     """Makes every plain ``nn.Linear`` of a model a :class:`FastLinear`, until :meth:`remove`.
 
+    What else its steps take beside attention it shortens too: see :mod:`locks_hf.angles`.
+
     Subclasses, as those of quantised layers or adapters, stay as they are; so do layers with weights that are, and,
     with a warning, those whose ``forward`` was replaced, as hooks of Accelerate do. Changes may overlap.
 
@@ -148,6 +151,7 @@ class FastLinears:
             layer.__class__ = FastLinear
             setattr(layer, _CHANGES, getattr(layer, _CHANGES, 0) + 1)
         self._layers = [weakref.ref(layer) for layer in layers]
+        self._angles = SharedAngles(model)
         fast = set(map(id, layers))
         for module in model.modules():
             for names in _FAMILIES:
@@ -159,6 +163,7 @@ class FastLinears:
 
     def remove(self) -> None:
         """Make them ``nn.Linear`` again, unless another change has them too."""
+        self._angles.remove()
         for reference in self._layers:
             layer = reference()
             if layer is None or _CHANGES not in vars(layer):

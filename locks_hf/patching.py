@@ -89,7 +89,7 @@ def patch(model: PreTrainedModel, *, cuda_graphs: bool = False, fast_linear: boo
             the memory's bandwidth; see :mod:`locks_hf.linears`. While it lasts every plain ``nn.Linear`` of the model
             is a subclass of it: quantise a model, or add adapters or hooks of Accelerate to it, before or without it.
             Sums are rounded in another order than by ``nn.Linear``. Elsewhere than on a CUDA device layers compute as
-            before.
+            before. Compiled steps have the sines and cosines of positions computed once, see :mod:`locks_hf.angles`.
 
     Returns:
         A context manager that yields the model.
