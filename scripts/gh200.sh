@@ -4,12 +4,13 @@
 # figures beside the measured ones. What does not fit into the GPU's memory is marked, not tried.
 #
 #   bash scripts/gh200.sh [OUTPUT_DIR]
-#   SHORT=1 bash scripts/gh200.sh [OUTPUT_DIR]   # a few minutes: fewer contexts, windows and tokens
+#   SHORT=1 bash scripts/gh200.sh [OUTPUT_DIR]   # some minutes: fewer contexts, batch sizes and tokens
 #
 # In full it takes hours, most of them prefills and long generations of dense attention. Interrupted, it goes on where it
 # was when started again. PYTHON chooses the interpreter, SHAPE another shape, STEP=eager captures the graphs without
 # compiling the model first, LINEAR=torch keeps torch's linear layers in all arms (by default all but those of
-# Transformers itself have the fast ones), STAGES names the parts to run. DEVICE=cpu SHAPE=tiny tries the script out.
+# Transformers itself have the fast ones), STAGES names the parts to run, CONTEXTS and ARMS those of the decode steps of
+# batch 1. DEVICE=cpu SHAPE=tiny tries the script out.
 set -euo pipefail
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # threads that spin while they wait take the cores of the others
 short=${SHORT:-}
@@ -28,13 +29,13 @@ common=(--shape "$shape" --device "$device")
 linear=(--linear "${LINEAR:-fast}")
 graph=(--step "${STEP:-compiled}" "${linear[@]}")
 if [ -n "$short" ]; then
-  graph+=(--windows 1 --settle 1)
+  graph+=(--settle 1)
   contexts=(16K 128K 512K)
   batched_contexts=(64K) batches=(4)
   prompts=(16K 32K) repeats=1
   new=2K long_arms=(cudnn locks-r4i4)
-  kernel_contexts=(128K)
-  generate=(--contexts 32K --new 128 --skip 48)
+  kernel_contexts=(128K 512K)
+  generate=(--contexts 128K --new 128 --skip 48)
 else
   contexts=(16K 32K 64K 128K 256K 512K 1M)
   batched_contexts=(32K 64K 128K 256K) batches=(2 4 8 16 32)
@@ -50,6 +51,8 @@ if [ "$shape" = tiny ]; then # a trial: small enough for a CPU
   prompt=64 new=40 repeats=1 long_arms=(dense locks-r4i4)
   generate=(--contexts 200 --new 12 --skip 4)
 fi
+read -ra contexts <<<"${CONTEXTS:-${contexts[*]}}"
+read -ra arms <<<"${ARMS:-default}"
 failed=()
 runs=()
 # stage NAME ARGUMENTS...: one run of python -m locks_hf.timing; a failure does not keep the others from running.
@@ -72,7 +75,7 @@ stage() {
   fi
 }
 
-stage decode decode "${graph[@]}" --profile --contexts "${contexts[@]}"
+stage decode decode "${graph[@]}" --profile --contexts "${contexts[@]}" --arms "${arms[@]}"
 stage batched decode "${graph[@]}" --contexts "${batched_contexts[@]}" --batch "${batches[@]}" \
   --arms none dense locks-r4i4 locks-r8i4
 stage prefill prefill --contexts "${prompts[@]}" --chunk 8K --repeats "$repeats"
