@@ -433,9 +433,9 @@ def test_attend_strided_query_and_empty_row(rng):
     ("rank", "bits", "page_size", "group", "slots", "limits"),
     [
         (4, 4, 16, 8, 3, {}),
-        (3, 8, 4, 3, 3, {"_GROUP": 2}),
+        (3, 8, 4, 3, 3, {"_GROUPS": (2, 2)}),
         (8, 4, 16, 1, 16, {}),
-        (4, 4, 8, 2, 3, {"_MOST_BESIDE": 0, "_GROUP": 2}),
+        (4, 4, 8, 2, 3, {"_MOST_BESIDE": 0, "_GROUPS": (2, 2)}),
         (2, 4, 8, 2, 3, {"_MOST_IN_REGISTERS": 0}),
     ],
     ids=["one by one", "in groups", "all", "before", "in memory"],

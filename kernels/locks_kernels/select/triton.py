@@ -1,7 +1,6 @@
 """Triton kernels of page selection: normalisers, combined shares, exact top-k.
 
-The top-k is exact, ties included, and needs no sort and no host round trip. Pages are looked at in groups of 16 first:
-the ``k`` groups with the largest maxima (the earlier one among equals) hold the ``k`` largest pages, for any page
+The top-k is exact, ties included, and needs no sort and no host round trip. Pages are looked at in groups first: the ``k`` groups with the largest maxima (the earlier one among equals) hold the ``k`` largest pages, for any page
 outside them is beaten by one page of each. Both choices search the threshold over unsigned keys in the order of the
 values, in registers, and end when it separates exactly as many as are wanted. What does not fit in registers is
 searched in memory.
@@ -21,7 +20,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..backend import interpreting, launching, programmatic_launch
 
 _RULE_CODES = {"share": 0, "max": 1, "mass": 2}
-_GROUP = 16  # pages
+_GROUPS = (8, 16)  # pages
+_MOST_SMALL = 1 << 12  # small groups: as many again, and a search through all of them takes longer than is saved later
 _MOST_IN_REGISTERS = 1 << 15  # values of one search: 64 a thread of 512
 _MOST_BESIDE = 1 << 13  # likewise, in a program that has other things to do
 
@@ -457,8 +457,8 @@ class RankedPages:
     """Keys of pages, for programs that choose by :func:`best_pages` themselves.
 
     Attributes:
-        key: int32 ``(B * H, n)`` with ``n`` a multiple of 256, the bits of unsigned ones.
-        group_key: The largest of each 16, int32 ``(B * H, n / 16)``.
+        key: int32 ``(B * H, n)`` with ``n`` a multiple of 16 groups, the bits of unsigned ones.
+        group_key: The largest of each group, int32 ``(B * H, n / group)``.
         counts: In a decode step, tokens of each row before the new one, int32.
         real: In a decode step, as in :func:`locks_hf.kernels.decode.decode_step`.
     """
@@ -478,11 +478,18 @@ class RankedPages:
         real: torch.Tensor | None = None,
     ) -> RankedPages:
         """Room for the keys of one page more than ``max_pages``."""
-        # A multiple of 16 groups as well: then the compiler knows that whole vectors of them exist or not.
-        n_keys = triton.cdiv(max_pages + 1, _GROUP * 16) * _GROUP * 16
-        key = torch.empty((rows, n_keys), dtype=torch.int32, device=device)
-        group_key = torch.empty((rows, n_keys // _GROUP), dtype=torch.int32, device=device)
+        small, large = _GROUPS
+        group = small if max_pages < _MOST_SMALL * small else large
+        # A multiple of 16 groups: then the compiler knows that whole vectors of them exist or not.
+        n_groups = triton.cdiv(max_pages + 1, group * 16) * 16
+        key = torch.empty((rows, n_groups * group), dtype=torch.int32, device=device)
+        group_key = torch.empty((rows, n_groups), dtype=torch.int32, device=device)
         return cls(key, group_key, counts, None if real is None else real.view(torch.uint8))
+
+    @property
+    def group(self) -> int:
+        """Pages of a group."""
+        return self.key.shape[1] // self.group_key.shape[1]
 
 
 @dataclass(frozen=True)
@@ -491,6 +498,7 @@ class Search:
 
     Attributes:
         slots: Pages to choose, at least 2.
+        group: Pages of a group.
         columns: Of the tile of groups.
         rows: Of the tile of groups.
         block_slots: ``slots``, rounded up.
@@ -498,6 +506,7 @@ class Search:
     """
 
     slots: int
+    group: int
     columns: int
     rows: int
     block_slots: int
@@ -507,25 +516,27 @@ class Search:
     def of(cls, ranked: RankedPages, slots: int) -> Search:
         """Sizes that fit."""
         groups, block_slots = max(128, triton.next_power_of_2(ranked.group_key.shape[1])), triton.next_power_of_2(slots)
+        group = ranked.group
         # On an H200 the number of warps makes no difference up to 2048 values; at 4096, sixteen take less than four.
-        warps = 4 if max(groups, block_slots * _GROUP) < 1024 else 16
+        warps = 4 if max(groups, block_slots * group) < 1024 else 16
         columns = max(32 * warps, groups // 32)
-        return cls(slots, min(columns, groups), max(1, groups // columns), block_slots, warps)
+        return cls(slots, group, min(columns, groups), max(1, groups // columns), block_slots, warps)
 
     @property
     def values(self) -> int:
         """Values of the larger of both searches."""
-        return max(self.columns * self.rows, self.block_slots * _GROUP)
+        return max(self.columns * self.rows, self.block_slots * self.group)
 
     def constants(self) -> dict[str, int]:
         """Arguments for the compiler."""
-        return {"GROUP": _GROUP, "C": self.columns, "S": self.rows, "BLOCK_K": self.block_slots}
+        return {"GROUP": self.group, "C": self.columns, "S": self.rows, "BLOCK_K": self.block_slots}
 
     def runs(self) -> dict[str, int]:
         """Arguments for the kernel with layouts chosen by hand: runs of eight values that a thread holds."""
         warps = 4 if self.values <= 2048 else 8  # at most 16 values a thread up to 4096
-        groups, keys = (max(1, n // (256 * warps)) for n in (self.columns * self.rows, self.block_slots * _GROUP))
-        return {"GROUP": _GROUP, "C_GROUPS": groups, "C_KEYS": keys, "BLOCK_K": self.block_slots, "num_warps": warps}
+        groups, keys = (max(1, n // (256 * warps)) for n in (self.columns * self.rows, self.block_slots * self.group))
+        sizes = {"GROUP": self.group, "C_GROUPS": groups, "C_KEYS": keys, "BLOCK_K": self.block_slots}
+        return {**sizes, "num_warps": warps}
 
 
 def select_step(
@@ -585,7 +596,7 @@ def _launch_combine(
     sizes = {"H": n_kv_heads, "G": group, "BLOCK_G": triton.next_power_of_2(group), "P": page_size, "BLOCK": block}
     options = {
         "RULE": _RULE_CODES[rule],
-        "GROUP": _GROUP,
+        "GROUP": 1 if ranked is None else ranked.group,
         "HAS_REAL": real is not None,
         "num_warps": warps,
         # Outside of a step the counts may be what the kernel before makes.
@@ -640,7 +651,7 @@ def rank_pages(
         ranked.key.shape[1],
         H=n_kv_heads,
         P=page_size,
-        GROUP=_GROUP,
+        GROUP=ranked.group,
         BLOCK=1024,
         num_warps=4,
     )
