@@ -166,14 +166,14 @@ def test_the_kernel_with_layouts_chosen_by_hand_compiles(capability, head_dim, r
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
-    ("head_dim", "group", "groups", "keys", "warps", "four"),
-    [(64, 4, 1, 1, 4, True), (128, 8, 1, 2, 4, True), (128, 7, 2, 1, 8, False), (256, 16, 4, 4, 8, True)],
+    ("head_dim", "group", "pages", "runs", "warps", "four"),
+    [(64, 4, 8, 1, 4, True), (128, 8, 16, 2, 4, True), (128, 7, 16, 2, 8, False), (256, 16, 32, 4, 8, True)],
 )
-def test_the_choice_with_layouts_chosen_by_hand_compiles(capability, head_dim, group, groups, keys, warps, four):
-    sizes = {"H": 4, "G": group, "P": 16, "GROUP": 16}
+def test_the_choice_with_layouts_chosen_by_hand_compiles(capability, head_dim, group, pages, runs, warps, four):
+    sizes = {"H": 4, "G": group, "P": 16, "GROUP": pages}
     attend = compiled(
-        attend_kernel, capability, D=head_dim, BLOCK_N=64 if head_dim <= 128 else 32, HAS_REAL=True, C_GROUPS=groups,
-        C_KEYS=keys, BLOCK_K=128, FOUR=four, num_warps=warps, **sizes,
+        attend_kernel, capability, D=head_dim, BLOCK_N=64 if head_dim <= 128 else 32, HAS_REAL=True, C=runs,
+        BLOCK_K=128, FOUR=four, num_warps=warps, **sizes,
     )  # fmt: skip
     combine = compiled(
         combine_kernel, capability, BLOCK_G=triton.next_power_of_2(group), RULE=int(four), BLOCK=512, BLOCK_S=128,

@@ -388,7 +388,14 @@ def test_attend(rng, head_dim, dtype, group, slots, page_size):
 
 @pytest.mark.parametrize(
     ("complete", "slots", "rows", "ties"),
-    [(300, 8, 1, False), (300, 9, 2, True), (40, 64, 1, True), (2100, 34, 1, True), (48, 3, 1, False)]
+    [
+        (300, 8, 1, False),
+        (300, 9, 2, True),
+        (40, 64, 1, True),
+        (2100, 34, 1, True),
+        (48, 3, 1, False),
+        (4200, 3, 2, True),
+    ]
     # In the first of these the last group has the last page alone, and all groups fit.
     + [(1760, 100, 1, False), (9000, 128, 1, False), (8200, 128, 9, True), (33000, 128, 1, True)] * ON_GPU
     + [(70000, 100, 1, False)] * ON_GPU,
@@ -410,7 +417,7 @@ def test_programs_that_attend_choose_as_top_pages(rng, complete, slots, rows, ti
     query = randn(rng, rows, n_kv_heads * group, head_dim, dtype=torch.bfloat16)
     pages = top_pages(value, lengths, page_size, slots)
     expected = attend(query, keys, values, pages, lengths, page_size, 0.3).float()
-    ranked = select_triton.rank_pages(value, lengths, page_size, counts)
+    ranked = select_triton.rank_pages(value, lengths, page_size, slots, counts)
     out, lse = attend_triton.attend_splits(query, keys, values, ranked, lengths, page_size, 0.3, slots=slots)
     weight = torch.softmax(lse, dim=1)[..., None]
     out = (weight * out).sum(1).unflatten(0, (rows, n_kv_heads)).flatten(1, 2)
@@ -433,9 +440,9 @@ def test_attend_strided_query_and_empty_row(rng):
     ("rank", "bits", "page_size", "group", "slots", "limits"),
     [
         (4, 4, 16, 8, 3, {}),
-        (3, 8, 4, 3, 3, {"_GROUPS": (2, 2)}),
+        (3, 8, 4, 3, 3, {"_GROUPS": (2,)}),
         (8, 4, 16, 1, 16, {}),
-        (4, 4, 8, 2, 3, {"_MOST_BESIDE": 0, "_GROUPS": (2, 2)}),
+        (4, 4, 8, 2, 3, {"_MOST_BESIDE": 0, "_GROUPS": (2,)}),
         (2, 4, 8, 2, 3, {"_MOST_IN_REGISTERS": 0}),
     ],
     ids=["one by one", "in groups", "all", "before", "in memory"],

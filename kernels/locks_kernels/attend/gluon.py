@@ -137,65 +137,59 @@ def _last_with_enough(bucket, wanted, count, num_warps: gl.constexpr):
 
 
 @gluon.jit
-def _start(key, wanted, low, high, count, from_above, num_warps: gl.constexpr):
-    """The first pass of a search, by ranges of which each is twice as wide as the one before.
-
-    It counts them from ``high``, a quarter of an octave at first, or from ``low``, a 256th: the threshold is much
-    nearer to that end than to the other, but how near depends on the attention.
-    """
-    above_low = gl.maximum(key, low)
-    distance = gl.where(from_above, (high - 1 - above_low) >> 21, (above_low - low) >> 15)
-    doublings = gl.minimum(32 - _leading_zeros(distance), 7)
-    bucket = doublings ^ gl.where(from_above, 7, 0)
-    last, count = _last_with_enough(bucket.to(gl.uint32), wanted, count, num_warps)
-    width, one = high - low, gl.to_tensor(1)
-    begin = gl.minimum((one << gl.where(from_above, 28 - gl.maximum(last, 1), 14 + last)).to(gl.uint32), width)
-    end = gl.minimum((one << gl.where(from_above, 27 - last, 15 + last)).to(gl.uint32), width)
-    new_low = gl.where(last > 0, gl.where(from_above, high - begin, low + begin), low)
-    return new_low, gl.where(last < 7, gl.where(from_above, high - end, low + end), high), count
-
-
-@gluon.jit
-def _threshold(key, wanted, slack, low, high, count, num_warps: gl.constexpr):
+def _threshold(key, wanted, slack, low, high, count, widening, from_above, num_warps: gl.constexpr):
     """As of :func:`locks_hf.kernels.select.triton._threshold`, by counting in eight ranges a pass.
 
-    The keys are below ``high``; as many as ``slack`` more than ``wanted`` may reach the threshold.
+    The keys are below ``high``; as many as ``slack`` more than ``wanted`` may reach the threshold. The first pass, if
+    ``widening``, is by ranges of which each is twice as wide as the one before, counted from ``high``, a quarter of an
+    octave at first, or from ``low``, a 256th: the threshold is much nearer to that end than to the other, but how near
+    depends on the attention.
     """
+    one = gl.to_tensor(1)
     while (high - low > 1) & (count - wanted > slack):
         width = high - low
         bits = ((width - 1).to(gl.float32).to(gl.int32, bitcast=True) >> 23) - 126
         shift = gl.maximum(gl.minimum(bits, 32) - 3, 0)
-        bucket = gl.minimum((gl.maximum(key, low) - low) >> shift.to(gl.uint32), 7)
+        above_low = gl.maximum(key, low)
+        if widening:
+            distance = gl.where(from_above, (high - 1 - above_low) >> 21, (above_low - low) >> 15)
+            bucket = (gl.minimum(32 - _leading_zeros(distance), 7) ^ gl.where(from_above, 7, 0)).to(gl.uint32)
+        else:
+            bucket = gl.minimum((above_low - low) >> shift.to(gl.uint32), 7)
         last, count = _last_with_enough(bucket, wanted, count, num_warps)
-        next_up = ((last + 1) << shift).to(gl.uint32)
-        high = gl.where((last < 7) & (next_up < width), low + next_up, high)
-        low = gl.where(last > 0, low + (last << shift).to(gl.uint32), low)
+        # Where the range begins and where it ends, from `low`.
+        begin, end = (last << shift).to(gl.uint32), ((last + 1) << shift).to(gl.uint32)
+        if widening:
+            outer = gl.minimum((one << gl.where(from_above, 28 - gl.maximum(last, 1), 14 + last)).to(gl.uint32), width)
+            inner = gl.minimum((one << gl.where(from_above, 27 - last, 15 + last)).to(gl.uint32), width)
+            begin, end = gl.where(from_above, width - outer, outer), gl.where(from_above, width - inner, inner)
+        high = gl.where((last < 7) & (end < width), low + end, high)
+        low = gl.where(last > 0, low + begin, low)
+        widening = gl.to_tensor(False)
     return low, count
 
 
 @gluon.jit
 def _choose(key, index, wanted, slack, low, high, count, from_above, num_warps: gl.constexpr):
-    """As of :func:`locks_hf.kernels.select.triton._choose`: which are chosen, how many, and a bound of their keys.
+    """As of :func:`locks_hf.kernels.select.triton._choose`: keys and what the chosen ones reach, their number, a bound.
 
     As many as ``slack`` more than ``wanted`` may be chosen.
     """
-    if (high - low > 1) & (count - wanted > slack):  # at least as many as wanted always reach `low`
-        low, high, count = _start(key, wanted, low, high, count, from_above, num_warps)
-    low, count = _threshold(key, wanted, slack, low, high, count, num_warps)
+    low, count = _threshold(key, wanted, slack, low, high, count, gl.to_tensor(True), from_above, num_warps)
     cut = low
     if count - wanted > slack:  # equal keys at the threshold
         chosen = key > low
         missing = wanted - _total(gl.sum(gl.sum(chosen.to(gl.int32), axis=3), axis=0), num_warps)
         order = gl.where(key == low, 0x80000000 - index.to(gl.uint32), 0)
         order = gl.where(missing > 0, order, 0)
-        first, _ = _threshold(
-            order, missing, 0, low * 0 + 1, _largest(order, num_warps) + 1, count * 0 + (1 << 15), num_warps
-        )
+        most, least = _largest(order, num_warps) + 1, low * 0 + 1
+        never, no_bound = gl.to_tensor(False), count * 0 + (1 << 15)
+        first, _ = _threshold(order, missing, 0, least, most, no_bound, never, from_above, num_warps)
         # As keys again, since predicates that live through a branch cost more.
         key = gl.where(chosen | (order >= first), 1, 0).to(gl.uint32)
-        cut = low * 0 + 1
+        cut = least
         count = wanted
-    return key >= cut, count, low
+    return key, cut, count, low
 
 
 @gluon.jit
@@ -373,8 +367,7 @@ def attend_kernel(
     BLOCK_N: gl.constexpr,
     HAS_REAL: gl.constexpr,
     GROUP: gl.constexpr,
-    C_GROUPS: gl.constexpr,
-    C_KEYS: gl.constexpr,
+    C: gl.constexpr,
     BLOCK_K: gl.constexpr,
     FOUR: gl.constexpr,
     PDL: gl.constexpr,
@@ -390,8 +383,7 @@ def attend_kernel(
     HEAD: gl.constexpr = gl.SliceLayout(1, MMA)
     VALUES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [num_warps, 1], [1, 0])
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    KEYS: gl.constexpr = _keys_layout(C_KEYS, num_warps)
-    GROUPS: gl.constexpr = _keys_layout(C_GROUPS, num_warps)
+    KEYS: gl.constexpr = _keys_layout(C, num_warps)
 
     split = gl.program_id(0)
     row_head = gl.program_id(1).to(gl.int64)
@@ -416,48 +408,50 @@ def attend_kernel(
     own = row_head * n_splits + split
     p_pages = pages_ptr if FOUR else pages_ptr + own * slots_per_split
     p_groups = groups_ptr + own * BLOCK_K
-    p_page_key = key_ptr + row_head * n_keys
     n_total = (length + P - 1) // P
     wanted = gl.minimum(slots, n_total)
     others = gl.maximum(wanted - 2, 0)
     n_candidates = (n_total + GROUP - 1) // GROUP
-    in_groups = n_candidates > slots
-    run, within = _runs(C_KEYS, KEYS, num_warps)
+    run, within = _runs(C, KEYS, num_warps)
     slot = run * 8 // GROUP
-    candidate = slot
+    line, limit = run, n_candidates * (GROUP // 8)  # runs of eight keys; those up to `limit` have some
+    key = gl.full([C, num_warps, 32, 8], 0, gl.uint32, KEYS)
     low = gl.to_tensor(1).to(gl.uint32)
-    high = low
-    bound = gl.maximum(n_total - 2, 0)
-    if in_groups:
-        of_groups, within_groups = _runs(C_GROUPS, GROUPS, num_warps)
-        index = of_groups * 8 + within_groups
-        n_groups = n_keys // (16 * GROUP) * 16  # exact, and the compiler sees that runs are aligned
-        biggest = gl.load(group_key_ptr + row_head * n_groups + index, mask=index < n_groups, other=0)
-        biggest = biggest.to(gl.uint32, bitcast=True)
+    high, cut = low, low
+    slack, bound = others * 0, gl.maximum(n_total - 2, 0)
+    first_phase = gl.where(n_candidates > slots, 0, 1)
+    n_groups = n_keys // (16 * GROUP) * 16  # exact, and the compiler sees that runs are aligned
+    if first_phase == 0:
         # Each chosen group has a page that reaches the threshold, so that it bounds the search among their pages too.
         # There may be as many groups as there is room for, which takes fewer passes.
-        high = _largest(biggest, num_warps) + 1
+        limit, slack = n_groups // 8, BLOCK_K - others
         # At first these have a key: a last group of the last page alone has none, and is not to be counted.
-        ordinary = (n_total - 2) // GROUP + 1
-        chosen, n_candidates, low = _choose(
-            biggest, index, others, BLOCK_K - others, low, high, ordinary, True, num_warps
-        )
-        gl.store(p_groups + _places(chosen, C_GROUPS, num_warps, GROUPS), index, mask=chosen)
-        bound = n_candidates * GROUP
-        barrier()
-        candidate = gl.load(p_groups + slot, mask=slot < n_candidates, other=0)
-    page = (candidate * (GROUP // 8) + run % (GROUP // 8)) * 8 + within  # so that runs are seen to be aligned
-    key = gl.load(p_page_key + page, mask=slot < n_candidates, other=0).to(gl.uint32, bitcast=True)
-    four = (start * 0 - 1, start * 0 - 1, start * 0 - 1, start * 0 - 1)
-    if others > 0:
-        if not in_groups:
+        bound = (n_total - 2) // GROUP + 1
+    # Groups, if they are many, then pages: by the same instructions, since to fetch them takes longer than to run them.
+    for phase in range(gl.where(others > 0, first_phase, 2), 2):
+        base = key_ptr + row_head * n_keys
+        if phase == 0:
+            base = group_key_ptr + row_head * n_groups
+        index = line * 8 + within
+        key = gl.load(base + index, mask=run < limit, other=0).to(gl.uint32, bitcast=True)
+        from_above = phase == first_phase
+        if from_above:
             high = _largest(key, num_warps) + 1
-        chosen, _, low = _choose(key, page, others, 0, low, high, bound, in_groups == 0, num_warps)
-        if FOUR:
-            four = _four_pages(chosen, page, start - 1, C_KEYS, num_warps)
-        else:
-            place = _places(chosen, C_KEYS, num_warps, KEYS) + 1
-            gl.store(p_pages + (place - start), page, mask=chosen & (place >= start) & (place < end))
+        key, cut, count, low = _choose(key, index, others, slack, low, high, bound, from_above, num_warps)
+        if phase == 0:
+            chosen = key >= cut
+            gl.store(p_groups + _places(chosen, C, num_warps, KEYS), index, mask=chosen)
+            limit, slack, bound = count * (GROUP // 8), others * 0, count * GROUP
+            barrier()
+            candidate = gl.load(p_groups + slot, mask=run < limit, other=0)
+            line = candidate * (GROUP // 8) + run % (GROUP // 8)
+    chosen, page = key >= cut, line * 8 + within
+    four = (0, 0, 0, 0)
+    if FOUR:
+        four = _four_pages(chosen, page, start - 1, C, num_warps)
+    else:
+        place = _places(chosen, C, num_warps, KEYS) + 1
+        gl.store(p_pages + (place - start), page, mask=chosen & (place >= start) & (place < end))
     if FOUR:
         four = (
             _forced(four[0], start, wanted, n_total),

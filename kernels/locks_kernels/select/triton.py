@@ -1,9 +1,10 @@
 """Triton kernels of page selection: normalisers, combined shares, exact top-k.
 
-The top-k is exact, ties included, and needs no sort and no host round trip. Pages are looked at in groups first: the ``k`` groups with the largest maxima (the earlier one among equals) hold the ``k`` largest pages, for any page
-outside them is beaten by one page of each. Both choices search the threshold over unsigned keys in the order of the
-values, in registers, and end when it separates exactly as many as are wanted. What does not fit in registers is
-searched in memory.
+The top-k is exact, ties included, and needs no sort and no host round trip. Pages are looked at in groups first: the
+``k`` groups with the largest maxima (the earlier one among equals) hold the ``k`` largest pages, for any page outside
+them is beaten by one page of each. Both choices search the threshold over unsigned keys in the order of the values, in
+registers, and end when it separates exactly as many as are wanted. What does not fit in registers is searched in
+memory.
 
 In a decode step the programs that attend choose the pages themselves, each for all, which saves a launch.
 """
@@ -20,8 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..backend import interpreting, launching, programmatic_launch
 
 _RULE_CODES = {"share": 0, "max": 1, "mass": 2}
-_GROUPS = (8, 16)  # pages
-_MOST_SMALL = 1 << 12  # small groups: as many again, and a search through all of them takes longer than is saved later
+_GROUPS = (8, 16, 32)  # pages
 _MOST_IN_REGISTERS = 1 << 15  # values of one search: 64 a thread of 512
 _MOST_BESIDE = 1 << 13  # likewise, in a program that has other things to do
 
@@ -473,13 +473,13 @@ class RankedPages:
         cls,
         rows: int,
         max_pages: int,
+        slots: int,
         device: torch.device,
         counts: torch.Tensor | None = None,
         real: torch.Tensor | None = None,
     ) -> RankedPages:
-        """Room for the keys of one page more than ``max_pages``."""
-        small, large = _GROUPS
-        group = small if max_pages < _MOST_SMALL * small else large
+        """Room for the keys of one page more than ``max_pages``, in groups that suit the choice of ``slots``."""
+        group = _group_size(max_pages + 1, slots)
         # A multiple of 16 groups: then the compiler knows that whole vectors of them exist or not.
         n_groups = triton.cdiv(max_pages + 1, group * 16) * 16
         key = torch.empty((rows, n_groups * group), dtype=torch.int32, device=device)
@@ -490,6 +490,18 @@ class RankedPages:
     def group(self) -> int:
         """Pages of a group."""
         return self.key.shape[1] // self.group_key.shape[1]
+
+
+def _group_size(pages: int, slots: int) -> int:
+    """Pages of a group: the fewest by which one search does, or by which the larger one of two is smallest."""
+    for group in _GROUPS[:2]:
+        if pages <= group * slots:
+            return group
+    keys = triton.next_power_of_2(slots)
+    # Of sizes that search through as many, the larger one.
+    return min(
+        _GROUPS, key=lambda group: (max(triton.next_power_of_2(triton.cdiv(pages, group)), keys * group), -group)
+    )
 
 
 @dataclass(frozen=True)
@@ -534,9 +546,8 @@ class Search:
     def runs(self) -> dict[str, int]:
         """Arguments for the kernel with layouts chosen by hand: runs of eight values that a thread holds."""
         warps = 4 if self.values <= 2048 else 8  # at most 16 values a thread up to 4096
-        groups, keys = (max(1, n // (256 * warps)) for n in (self.columns * self.rows, self.block_slots * self.group))
-        sizes = {"GROUP": self.group, "C_GROUPS": groups, "C_KEYS": keys, "BLOCK_K": self.block_slots}
-        return {**sizes, "num_warps": warps}
+        runs = max(1, self.values // (256 * warps))
+        return {"GROUP": self.group, "C": runs, "BLOCK_K": self.block_slots, "num_warps": warps}
 
 
 def select_step(
@@ -566,7 +577,7 @@ def select_step(
     """
     batch, n_kv_heads, _, max_pages = lse.shape
     lengths, added = torch.empty((2, batch), dtype=torch.int32, device=lse.device).unbind(0)
-    ranked = RankedPages.empty(batch * n_kv_heads, max_pages, lse.device, counts, real)
+    ranked = RankedPages.empty(batch * n_kv_heads, max_pages, slots, lse.device, counts, real)
     _launch_combine(lse, partial, counts, rule, step=(ranked, lengths, added, page_size))
     if Search.of(ranked, slots).values <= _MOST_BESIDE:
         return ranked, lengths, added
@@ -629,19 +640,20 @@ def _launch_combine(
 
 
 def rank_pages(
-    value: torch.Tensor, lengths: torch.Tensor, page_size: int, counts: torch.Tensor | None = None
+    value: torch.Tensor, lengths: torch.Tensor, page_size: int, slots: int, counts: torch.Tensor | None = None
 ) -> RankedPages:
     """Keys for the choice of the pages of rows of some lengths.
 
     Args:
-        value: As in :func:`locks_hf.kernels.select.top_pages`, and the others up to ``page_size``.
+        value: As in :func:`locks_hf.kernels.select.top_pages`, and the others up to ``slots``.
         lengths: Likewise.
         page_size: Likewise.
+        slots: Likewise.
         counts: As in :class:`RankedPages`.
     """
     value = value.contiguous()
     batch, n_kv_heads, max_pages = value.shape
-    ranked = RankedPages.empty(batch * n_kv_heads, max_pages, value.device, counts)
+    ranked = RankedPages.empty(batch * n_kv_heads, max_pages, slots, value.device, counts)
     _key_kernel[(triton.cdiv(ranked.key.shape[1], 1024), batch * n_kv_heads)](
         value,
         lengths,
@@ -662,7 +674,7 @@ def rank_pages(
 def top_pages_triton(value: torch.Tensor, lengths: torch.Tensor, page_size: int, slots: int) -> torch.Tensor:
     """Launch the kernels; arguments and result as in :func:`locks_hf.kernels.select.top_pages`."""
     batch, n_kv_heads, max_pages = value.shape
-    ranked = rank_pages(value, lengths, page_size)
+    ranked = rank_pages(value, lengths, page_size, slots)
     pages = torch.empty((batch, n_kv_heads, slots), dtype=torch.int32, device=value.device)
     _launch_choice(ranked, lengths, pages, max_pages * page_size + page_size - 1, page_size)
     return pages
