@@ -103,6 +103,7 @@ class LocksCache(Cache):
         self.selector = resolve_selector(selector)
         self._padding = PaddingReader()
         self._drafting = False
+        self._deferral_expected = False
         new_layer = self._layer_factory()
         self._knows_layers = config is not None
         if config is None:
@@ -228,6 +229,7 @@ class LocksCache(Cache):
                 layer.is_initialized = False
             layer.reset()
         self._drafting = False
+        self._deferral_expected = False
 
     def reset_stats(self) -> None:
         """Set all counters to zero."""
@@ -282,8 +284,20 @@ class LocksCache(Cache):
         ]
         return new
 
+    @property
+    def can_take_back_steps(self) -> bool:
+        """Whether decode steps can be taken back by :meth:`crop` without having been recorded."""
+        return self.steps_on_device and len(self.locks_layers) == len(self.layers)
+
+    def expect_deferral(self) -> None:
+        """The next :meth:`activate_past_recording` announces no drafts: the last decode step may be taken back."""
+        self._deferral_expected = True
+
     def activate_past_recording(self) -> None:
         """Assisted generation begins; tells the layers, those still to be made included."""
+        if self._deferral_expected:
+            self._deferral_expected = False
+            return
         if self.layer_class_to_replicate is not None:
             self.layer_class_to_replicate = partial(self.layer_class_to_replicate, drafting=True)
         self._drafting = True

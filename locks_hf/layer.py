@@ -390,6 +390,8 @@ class LocksLayer(CacheLayerMixin):
             return
         self._require_committed()
         removed = -tokens_to_remove
+        if not removed and not self._drafting:  # asks the device nothing: generate may do this after every step
+            return
         rows = self._rows
         self._rolled_back = self._drafting and removed < self._last_append
         if removed:

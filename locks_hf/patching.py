@@ -8,6 +8,7 @@ import weakref
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
+from . import deferral
 from .attention import NAME
 from .graphs import StepGraphs
 from .linears import FastLinears
@@ -26,6 +27,7 @@ class _Change:
         self._before = [(config, config._attn_implementation_internal) for config in _configs(model)]
         self.graphs: weakref.ref[StepGraphs] | None = None  # which the model holds
         self.linears: FastLinears | None = None
+        deferral.begin()
 
     def undo(self) -> None:
         """Restore each configuration that no other change in force covers; leave the others to those changes."""
@@ -40,6 +42,7 @@ class _Change:
             graphs.remove()
         if self.linears is not None:
             self.linears.remove()
+        deferral.end()
 
     def _covers(self, config: PreTrainedConfig) -> bool:
         return any(own is config for own, _ in self._before)
@@ -76,9 +79,10 @@ def patch(model: PreTrainedModel, *, cuda_graphs: bool = False, fast_linear: boo
         with patch(model):
             model.generate(..., past_key_values=LocksCache(budget=2048))
 
-    Without the options only the model's configuration changes; weights are untouched anyway. In a
-    model with several parts, the language model alone is switched. Threads may patch and undo at the same time; the
-    model is on ``"locks"`` while any of them has it patched.
+    Without the options only the model's configuration changes; weights are untouched anyway. In a model with several
+    parts, the language model alone is switched. Threads may patch and undo at the same time; the model is on
+    ``"locks"`` while any of them has it patched. While any model is patched, ``generate`` on a CUDA device learns one
+    step late that all rows of a LocksCache have ended, and takes that step back: see :mod:`locks_hf.deferral`.
 
     Args:
         model: A Transformers model.

@@ -17,10 +17,12 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from locks_hf import LocksCache
 from locks_hf.kernels import SummaryLayout, attend, combine, decode_step, score, summarize, top_pages
+from locks_hf.kernels.linear import linear
 from locks_hf.linears import fast_linears
 
 from .arms import Arm, needs, parse_arm
@@ -187,14 +189,25 @@ def time_calls(clock: Clock, body: Callable[[], object], calls: int, repeats: in
 
 
 def ceiling(op: str, clock: Clock, free: int, repeats: int) -> dict:
-    """What plain reading (a sum) or copying reaches on this device, in the same units."""
+    """What plain reading or copying reaches on this device, in the same units; of ways to read the fastest."""
     size = min(_CEILING_BYTES if clock.device.type == "cuda" else 1 << 22, free // 4)
-    source = torch.zeros(size // 4, dtype=torch.int32, device=clock.device)
-    if op == "read":
-        return rates(time_calls(clock, lambda: source.sum(), 1, repeats), source.nbytes) | {"note": "torch.sum, int32"}
-    target = torch.empty_like(source)
-    moved = 2 * source.nbytes
-    return rates(time_calls(clock, lambda: target.copy_(source), 1, repeats), moved) | {"note": "read and written"}
+    channels = 4096
+    matrix = torch.zeros((size // 2 // channels, channels), dtype=torch.bfloat16, device=clock.device)
+    source = matrix.view(torch.float32)
+    if op == "copy":
+        target = torch.empty_like(source)
+        us = time_calls(clock, lambda: torch.neg(source, out=target), 1, repeats)
+        return rates(us, 2 * source.nbytes) | {"note": "torch.neg, float32, read and written"}
+    vector = torch.zeros((1, channels), dtype=torch.bfloat16, device=clock.device)
+    ways = {
+        "torch.sum, float32": lambda: source.sum(),
+        "torch.amax, float32": lambda: source.amax(),
+        "matrix times vector by torch, bfloat16": lambda: F.linear(vector, matrix),
+        "matrix times vector by --linear fast, bfloat16": lambda: linear(vector, matrix),
+    }
+    times = {name: time_calls(clock, way, 1, repeats) for name, way in ways.items()}
+    fastest = min(times, key=lambda name: statistics.fmean(times[name]))
+    return rates(times[fastest], source.nbytes) | {"note": fastest}
 
 
 def _bodies(this: Run, shape, arm: Arm, context: int, batch: int) -> dict[str, tuple[Callable, int, Callable]]:
