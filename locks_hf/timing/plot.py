@@ -34,12 +34,17 @@ def plot_runs(cells: dict[str, list[dict]], output: Path) -> list[Path]:
         ) from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
 
     drawn = []
     with plt.rc_context({"figure.dpi": 150, "axes.grid": True, "grid.alpha": 0.3, "legend.fontsize": "small"}):
         for name, draw, data in (("decode", _decode, decode), ("batches", _batches, decode), ("longgen", _long, long)):
             figure = draw(plt, data)
             if figure is not None:
+                for panel in figure.axes:
+                    if panel.get_yscale() == "log":  # less than a decade has one power of ten
+                        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                        panel.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
                 path = output / f"{name}.png"
                 figure.savefig(path)
                 plt.close(figure)
@@ -109,6 +114,7 @@ def _batches(plt, cells: list[dict]):
                 )
         panel.set_title(parse_arm(arm).label)
         panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter("{x:g}")
         panel.set_xlabel("batch")
         panel.set_ylabel("times the fastest dense backend")
         if panel.get_legend_handles_labels()[1]:
