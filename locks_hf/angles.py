@@ -23,10 +23,12 @@ def _(x: torch.Tensor) -> None:
 
 def _realize(module: nn.Module, args: tuple, output: object) -> None:
     """A forward hook: leaves the output as it is."""
-    if not torch.compiler.is_compiling() or torch.is_grad_enabled() or not isinstance(output, tuple):
+    if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.is_grad_enabled():
+        return
+    if not isinstance(output, tuple):
         return
     for angles in output:
-        if isinstance(angles, torch.Tensor):
+        if isinstance(angles, torch.Tensor) and angles.is_contiguous():  # not one that is expanded
             torch.ops.locks_hf.realized(angles)
 
 
@@ -48,12 +50,14 @@ class _NoHook:
 class SharedAngles:
     """Has a model's rotary embeddings compute their angles once a compiled step, until :meth:`remove`.
 
-    They are known by their frequencies, ``inv_freq``. A model without any is left alone, as are steps that are not
-    compiled or need gradients.
+    They are known by their frequencies, ``inv_freq``, or several for layers of several kinds, ``<kind>_inv_freq``. A
+    model without any is left alone, as are steps that are not compiled or need gradients.
     """
 
     def __init__(self, model: nn.Module):
-        rotary = [x for x in model.modules() if isinstance(getattr(x, "inv_freq", None), torch.Tensor)]
+        rotary = [
+            x for x in model.modules() if any(name.endswith("inv_freq") for name, _ in x.named_buffers(recurse=False))
+        ]
         self._handles = [x.register_forward_hook(_Hook()) for x in rotary]
 
     def remove(self) -> None:

@@ -289,9 +289,9 @@ class LocksCache(Cache):
         """Whether decode steps can be taken back by :meth:`crop` without having been recorded."""
         return self.steps_on_device and len(self.locks_layers) == len(self.layers)
 
-    def expect_deferral(self) -> None:
-        """The next :meth:`activate_past_recording` announces no drafts: the last decode step may be taken back."""
-        self._deferral_expected = True
+    def expect_deferral(self, expected: bool) -> None:
+        """Whether the next :meth:`activate_past_recording` announces no drafts, but a step that may be taken back."""
+        self._deferral_expected = expected
 
     def activate_past_recording(self) -> None:
         """Assisted generation begins; tells the layers, those still to be made included."""

@@ -1,21 +1,30 @@
-"""``generate`` without a wait for the device after each token.
+"""``generate`` a step ahead of the device: without a wait for it after each token.
 
 After each step Transformers asks the device whether all rows have ended, and the device idles while the host prepares
 the next step. It also has a check that reads the answer one step late and takes back the step that was one too many,
-which it uses on MPS. While a model is patched, that check serves steps on a :class:`LocksCache` on CUDA too: only for
-them does Transformers' rule answer otherwise than it would.
+which it uses on MPS. For a model that is patched with ``run_ahead=True`` that check serves calls of ``generate`` on a
+:class:`LocksCache` on CUDA as well.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import utils
+from transformers.generation.utils import GenerateOutput
 
 from .cache import LocksCache
 
-_users = 0  # changes in force; counted under the lock of locks_hf.patching
-_before: staticmethod | None = None  # the rule of Transformers
+_UNKNOWN = 1 << 62
+_call = threading.local()  # of the call of `generate` that a thread is in: `longest` tokens, and the `cache` it came to
+_users = 0  # models that run ahead; counted under the lock of locks_hf.patching
+_before: Callable[..., bool] = utils.DeferredStopCheck.is_supported  # the rule of Transformers
 
 
 def runs_ahead(device: torch.device) -> bool:
@@ -25,26 +34,92 @@ def runs_ahead(device: torch.device) -> bool:
 
 def _is_supported(device: torch.device, cache: Cache | None, cache_is_returned: bool, is_assistant: bool) -> bool:
     """Stands in for ``DeferredStopCheck.is_supported``."""
-    if isinstance(cache, LocksCache) and runs_ahead(device) and not is_assistant and cache.can_take_back_steps:
-        if cache_is_returned:  # the check tells the cache that it will take back a step
-            cache.expect_deferral()
-        return True
-    return _before(device, cache, cache_is_returned, is_assistant)
+    longest = getattr(_call, "longest", None)
+    if longest is None or is_assistant or not isinstance(cache, LocksCache) or not runs_ahead(device):
+        return _before(device, cache, cache_is_returned, is_assistant)
+    room = cache.locks_config.max_cache_len
+    if not cache.can_take_back_steps or (room is not None and longest - 1 > room):
+        return False
+    if cache_is_returned:  # the check tells the cache that it will take back a step
+        cache.expect_deferral(True)
+        _call.cache = cache
+    return True
 
 
 def begin() -> None:
-    """Have the check used for steps on a LocksCache, until :func:`end` was called as often."""
+    """Have Transformers ask here too, until :func:`end` was called as often."""
     global _users, _before
-    if not _users:
-        _before = utils.DeferredStopCheck.is_supported
+    current = utils.DeferredStopCheck.is_supported
+    if current is not _is_supported:
+        _before = current
         utils.DeferredStopCheck.is_supported = staticmethod(_is_supported)
     _users += 1
 
 
 def end() -> None:
     """Undo one :func:`begin`."""
-    global _users, _before
+    global _users
     _users -= 1
-    if not _users:
+    if not _users and utils.DeferredStopCheck.is_supported is _is_supported:
         utils.DeferredStopCheck.is_supported = staticmethod(_before)
-        _before = None
+
+
+class RunAhead:
+    """Stands in for a model's ``generate``: the same, a step ahead of the device where that is safe.
+
+    It is not with a streamer, which waits for each token anyway, with ``prefix_allowed_tokens_fn``, which may have no
+    answer past the end, and where the step that is taken back might find no position or no room.
+
+    Args:
+        model: The model; its ``generate`` is replaced until :meth:`remove`.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._model = weakref.ref(model)
+        self._own = model.__dict__.get("generate")
+        functools.update_wrapper(self, type(model).generate)
+        model.generate = self
+
+    def remove(self) -> None:
+        """Give the model its own method back."""
+        model = self._model()
+        if model is None or model.__dict__.get("generate") is not self:
+            return
+        if self._own is None:
+            del model.generate
+        else:
+            model.generate = self._own
+
+    def __call__(self, *args, **kwargs) -> GenerateOutput | torch.LongTensor:
+        """As of the model."""
+        model = self._model()
+        call = functools.partial(type(model).generate, model) if self._own is None else self._own
+        if kwargs.get("streamer") is not None or kwargs.get("prefix_allowed_tokens_fn") is not None:
+            return call(*args, **kwargs)
+        before = getattr(_call, "longest", None)
+        _call.longest = self._longest(model, *args, **kwargs)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _call.longest = before
+            cache = _call.__dict__.pop("cache", None)
+            if cache is not None:
+                cache.expect_deferral(False)
+
+    def _longest(self, model: PreTrainedModel, inputs=None, generation_config=None, *args, **kwargs) -> int | None:
+        """Tokens that a call can come to, if they have a position each."""
+        config = model.generation_config if generation_config is None else generation_config
+        new, longest = (kwargs.get(name, getattr(config, name, None)) for name in ("max_new_tokens", "max_length"))
+        ids = kwargs.get("input_ids") if inputs is None else inputs
+        if new is not None:
+            longest = None if ids is None else ids.shape[1] + new
+        positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if longest is None:
+            return None if positions is not None else _UNKNOWN
+        return longest if positions is None or longest - 1 <= positions else None
+
+    def __deepcopy__(self, memo: dict):
+        raise ValueError("a model that runs ahead cannot be copied: undo patch(run_ahead=True) first")
+
+    def __reduce__(self):
+        raise ValueError("a model that runs ahead cannot be saved: undo patch(run_ahead=True) first")

@@ -10,6 +10,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from . import deferral
 from .attention import NAME
+from .deferral import RunAhead
 from .graphs import StepGraphs
 from .linears import FastLinears
 
@@ -27,7 +28,7 @@ class _Change:
         self._before = [(config, config._attn_implementation_internal) for config in _configs(model)]
         self.graphs: weakref.ref[StepGraphs] | None = None  # which the model holds
         self.linears: FastLinears | None = None
-        deferral.begin()
+        self.ahead: weakref.ref[RunAhead] | None = None  # likewise
 
     def undo(self) -> None:
         """Restore each configuration that no other change in force covers; leave the others to those changes."""
@@ -42,7 +43,10 @@ class _Change:
             graphs.remove()
         if self.linears is not None:
             self.linears.remove()
-        deferral.end()
+        if self.ahead is not None:
+            if (ahead := self.ahead()) is not None:
+                ahead.remove()
+            deferral.end()
 
     def _covers(self, config: PreTrainedConfig) -> bool:
         return any(own is config for own, _ in self._before)
@@ -70,7 +74,9 @@ class Patch:
                 self._change.undo()
 
 
-def patch(model: PreTrainedModel, *, cuda_graphs: bool = False, fast_linear: bool = False) -> Patch:
+def patch(
+    model: PreTrainedModel, *, cuda_graphs: bool = False, fast_linear: bool = False, run_ahead: bool = False
+) -> Patch:
     """Switch a loaded decoder-only model to the attention implementation ``"locks"``.
 
     Works as a plain call, undone by :func:`unpatch`, and as a context manager::
@@ -81,8 +87,7 @@ def patch(model: PreTrainedModel, *, cuda_graphs: bool = False, fast_linear: boo
 
     Without the options only the model's configuration changes; weights are untouched anyway. In a model with several
     parts, the language model alone is switched. Threads may patch and undo at the same time; the model is on
-    ``"locks"`` while any of them has it patched. While any model is patched, ``generate`` on a CUDA device learns one
-    step late that all rows of a LocksCache have ended, and takes that step back: see :mod:`locks_hf.deferral`.
+    ``"locks"`` while any of them has it patched.
 
     Args:
         model: A Transformers model.
@@ -94,14 +99,19 @@ def patch(model: PreTrainedModel, *, cuda_graphs: bool = False, fast_linear: boo
             is a subclass of it: quantise a model, or add adapters or hooks of Accelerate to it, before or without it.
             Sums are rounded in another order than by ``nn.Linear``. Elsewhere than on a CUDA device layers compute as
             before. Compiled steps have the sines and cosines of positions computed once, see :mod:`locks_hf.angles`.
+        run_ahead: Have ``generate`` prepare a step while the one before it still runs, and learn one step late that all
+            rows of a LocksCache have ended; see :mod:`locks_hf.deferral`. The step too many is taken back: tokens and
+            cache are as without it. But logits processors, stopping criteria and the random generator are called once
+            more, and the cache's counters have that step. While it lasts the model's ``generate`` is wrapped.
+            Elsewhere than on a CUDA device it changes nothing.
 
     Returns:
         A context manager that yields the model.
 
     Raises:
         ValueError: If the model is not a Transformers model, is an encoder or encoder-decoder, does not dispatch its
-            attention through Transformers' attention interface, is recorded already, or has no linear layer to
-            make fast.
+            attention through Transformers' attention interface, is recorded or runs ahead already, or has no linear
+            layer to make fast.
     """
     if not isinstance(model, PreTrainedModel):
         compiled = "; patch the model before it is compiled" if hasattr(model, "_orig_mod") else ""
@@ -124,6 +134,8 @@ def patch(model: PreTrainedModel, *, cuda_graphs: bool = False, fast_linear: boo
     with _lock:
         if cuda_graphs and any(change.graphs is not None for change in _in_force.get(model, [])):
             raise ValueError(f"the decode steps of this {name} are recorded already: undo that patch first")
+        if run_ahead and any(change.ahead is not None for change in _in_force.get(model, [])):
+            raise ValueError(f"this {name} runs ahead already: undo that patch first")
         new = _Change(model)
         model.set_attn_implementation(request)
         if text_config._attn_implementation != NAME:
@@ -134,6 +146,9 @@ def patch(model: PreTrainedModel, *, cuda_graphs: bool = False, fast_linear: boo
                 new.linears = FastLinears(model)
             if cuda_graphs:
                 new.graphs = weakref.ref(StepGraphs(model))
+            if run_ahead:
+                new.ahead = weakref.ref(RunAhead(model))
+                deferral.begin()
         except BaseException:
             new.undo()
             raise

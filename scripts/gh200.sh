@@ -51,8 +51,8 @@ if [ "$shape" = tiny ]; then # a trial: small enough for a CPU
   prompt=64 new=40 repeats=1 long_arms=(dense locks-r4i4)
   generate=(--contexts 200 --new 12 --skip 4)
 fi
-read -ra contexts <<<"${CONTEXTS:-${contexts[*]}}"
-read -ra arms <<<"${ARMS:-default}"
+read -rd '' -a contexts <<<"${CONTEXTS:-${contexts[*]}}" || true
+read -rd '' -a arms <<<"${ARMS:-default}" || true
 failed=()
 runs=()
 # stage NAME ARGUMENTS...: one run of python -m locks_hf.timing; a failure does not keep the others from running.

@@ -69,6 +69,25 @@ def test_the_graph_changes_only_while_it_lasts(rotary):
     assert graphs == [2, 0]
 
 
+def test_frequencies_that_are_named_by_the_kind_of_layer():
+    model, graphs = tiny_model("gemma3_text").eval(), []
+
+    def backend(graph, inputs):
+        graphs.append(sum("realized" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    expected = forward(model)
+    with fast_linears(model):
+        assert torch.equal(forward(model, backend), expected)
+    assert graphs[0] in (2, 4)  # sines and cosines of one kind or two
+
+
+def test_an_exported_model_is_as_without_it(rotary):
+    with fast_linears(rotary), torch.no_grad():
+        program = torch.export.export(rotary, (torch.tensor([[3, 5]]),), {"use_cache": False}, strict=False)
+    assert "realized" not in str(program.graph)
+
+
 def test_gradients_are_left_alone(rotary):
     with fast_linears(rotary):
         torch.compiler.reset()

@@ -17,6 +17,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from locks_hf import LocksCache, patch
 
 from .arms import Arm, Bench, needs, on, parse_arms
+from .clock import Clock
 from .fill import cache_argument, random_tokens
 from .harness import Protocol
 from .run import Run, add_options, open_run, plan_memory, positive, progress, tokens
@@ -95,13 +96,17 @@ def _measure(this: Run) -> None:
 
 
 class _Stamps(StoppingCriteria):
-    """Never stops; notes on the host when each token was there."""
+    """Never stops; notes on the host when the first token and another one were there."""
 
-    def __init__(self):
+    def __init__(self, clock: Clock, another: int):
         self.times: list[float] = []
+        self._clock, self._when, self._tokens = clock, (1, another), 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | None, **kwargs) -> torch.Tensor:
-        self.times.append(time.perf_counter())
+        self._tokens += 1
+        if self._tokens in self._when:
+            self._clock.wait()  # the host may be ahead of the device
+            self.times.append(time.perf_counter())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
@@ -128,12 +133,13 @@ def time_generate(bench: Bench, arm: Arm, cell: dict, new: int, skip: int) -> di
     bench.load(cache, batch, context - 1, implementation)
     vocabulary = bench.shape.config.get_text_config(decoder=True).vocab_size
     prompt = random_tokens(batch, context, vocabulary, bench.device, bench.seed)
-    stamps, settings = _Stamps(), model.generation_config
+    stamps, settings = _Stamps(bench.clock, skip), model.generation_config
     ends, settings.eos_token_id = settings.eos_token_id, None
     bench.clock.wait()
     try:
         graphs = cell["how"] == "graphs"
-        with patch(model, cuda_graphs=graphs, fast_linear=bench.fast_linear) if arm.locks else on(model, "sdpa"):
+        options = {"cuda_graphs": graphs, "fast_linear": bench.fast_linear, "run_ahead": True}
+        with patch(model, **options) if arm.locks else on(model, "sdpa"):
             start = time.perf_counter()
             output = model.generate(
                 prompt,
@@ -146,14 +152,15 @@ def time_generate(bench: Bench, arm: Arm, cell: dict, new: int, skip: int) -> di
             end = time.perf_counter()
     finally:
         settings.eos_token_id = ends
-    if output.shape[1] != context + new or len(stamps.times) < skip:
+    if output.shape[1] != context + new:
         raise ValueError(f"generate gave {output.shape[1] - context} tokens instead of {new}")
-    steady = (end - stamps.times[skip - 1]) / (new - skip)
+    first, skipped = stamps.times[0], stamps.times[-1]
+    steady = (end - skipped) / (new - skip)
     values = {
         "ms_per_token": steady * 1e3,
         "tokens_per_s": batch / steady,
-        "first_token_s": stamps.times[0] - start,
-        "start_up_s": stamps.times[skip - 1] - stamps.times[0] - (skip - 1) * steady,
+        "first_token_s": first - start,
+        "start_up_s": skipped - first - (skip - 1) * steady,
     }
     if isinstance(cache, LocksCache):
         stats = cache.stats()

@@ -380,7 +380,8 @@ def test_attend(rng, head_dim, dtype, group, slots, page_size):
         baseline_error = max(baseline_error, (plain.double() - exact).abs().max().item())
         expected[row, head * group : (head + 1) * group] = exact.cpu()
     error = (got.double().cpu() - expected).abs().max().item()
-    assert error <= 2 * baseline_error + 1e-5, (error, baseline_error)
+    cut = 0 if ON_GPU or dtype != torch.bfloat16 else 2**-7 * expected.abs().max().item()  # the interpreter truncates
+    assert error <= 2 * baseline_error + cut + 1e-5, (error, baseline_error)
     reference = attend_reference(query, keys, values, pages, lengths, page_size, scaling)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     torch.testing.assert_close(got, reference, rtol=tolerance, atol=tolerance)
