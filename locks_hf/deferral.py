@@ -9,6 +9,7 @@ which it uses on MPS. For a model that is patched with ``run_ahead=True`` that c
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -64,11 +65,26 @@ def end() -> None:
         utils.DeferredStopCheck.is_supported = staticmethod(_before)
 
 
+def _longest(model: PreTrainedModel, arguments: dict) -> int | None:
+    """Tokens that a call of ``generate`` can come to, or ``None`` if a step more may not be safe."""
+    if any(arguments.get(name) for name in ("streamer", "prefix_allowed_tokens_fn", "synced_gpus")):
+        return None
+    config = arguments.get("generation_config") or model.generation_config
+    new, longest = (arguments.get(name, getattr(config, name, None)) for name in ("max_new_tokens", "max_length"))
+    ids = arguments.get("inputs", arguments.get("input_ids"))
+    if new is not None:
+        longest = None if ids is None else ids.shape[1] + new
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if positions is None:
+        return _UNKNOWN if longest is None else longest
+    return longest if longest is not None and longest - 1 <= positions else None
+
+
 class RunAhead:
     """Stands in for a model's ``generate``: the same, a step ahead of the device where that is safe.
 
     It is not with a streamer, which waits for each token anyway, with ``prefix_allowed_tokens_fn``, which may have no
-    answer past the end, and where the step that is taken back might find no position or no room.
+    answer past the end, with ``synced_gpus``, and where the step that is taken back might find no position or no room.
 
     Args:
         model: The model; its ``generate`` is replaced until :meth:`remove`.
@@ -94,10 +110,9 @@ class RunAhead:
         """As of the model."""
         model = self._model()
         call = functools.partial(type(model).generate, model) if self._own is None else self._own
-        if kwargs.get("streamer") is not None or kwargs.get("prefix_allowed_tokens_fn") is not None:
-            return call(*args, **kwargs)
+        arguments = inspect.signature(call).bind(*args, **kwargs).arguments
         before = getattr(_call, "longest", None)
-        _call.longest = self._longest(model, *args, **kwargs)
+        _call.longest = _longest(model, {**arguments.pop("kwargs", {}), **arguments})
         try:
             return call(*args, **kwargs)
         finally:
@@ -105,18 +120,6 @@ class RunAhead:
             cache = _call.__dict__.pop("cache", None)
             if cache is not None:
                 cache.expect_deferral(False)
-
-    def _longest(self, model: PreTrainedModel, inputs=None, generation_config=None, *args, **kwargs) -> int | None:
-        """Tokens that a call can come to, if they have a position each."""
-        config = model.generation_config if generation_config is None else generation_config
-        new, longest = (kwargs.get(name, getattr(config, name, None)) for name in ("max_new_tokens", "max_length"))
-        ids = kwargs.get("input_ids") if inputs is None else inputs
-        if new is not None:
-            longest = None if ids is None else ids.shape[1] + new
-        positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if longest is None:
-            return None if positions is not None else _UNKNOWN
-        return longest if positions is None or longest - 1 <= positions else None
 
     def __deepcopy__(self, memo: dict):
         raise ValueError("a model that runs ahead cannot be copied: undo patch(run_ahead=True) first")

@@ -141,6 +141,10 @@ def test_where_a_step_more_may_not_be_safe_none_is_made(model, ahead):
         assert plain.index(plain[7]) == 7
         assert decode(model, ids, 40, small_cache(max_cache_len=37), **end).shape[1] == 38
         assert decode(model, ids, 40, small_cache(), streamer=Streamer(), **end).shape[1] == 38
+        config = copy.copy(model.generation_config)
+        config.update(max_new_tokens=40, do_sample=False, **end)
+        others = (config, None, None, None, None, None, Streamer())  # by their places
+        assert model.generate(ids, *others, past_key_values=small_cache()).shape[1] == 38
         allowed = lambda batch, row: [] if end["eos_token_id"] in row[30:].tolist() else list(range(96))  # noqa: E731
         assert decode(model, ids, 40, small_cache(), prefix_allowed_tokens_fn=allowed, **end).shape[1] == 38
         assert ahead == [0]
