@@ -418,7 +418,7 @@ def attend_kernel(
     key = gl.full([C, num_warps, 32, 8], 0, gl.uint32, KEYS)
     low = gl.to_tensor(1).to(gl.uint32)
     high, cut = low, low
-    slack, bound = others * 0, gl.maximum(n_total - 2, 0)
+    slack, bound = gl.to_tensor(0), gl.maximum(n_total - 2, 0)
     first_phase = gl.where(n_candidates > slots, 0, 1)
     n_groups = n_keys // (16 * GROUP) * 16  # exact, and the compiler sees that runs are aligned
     if first_phase == 0:
@@ -441,7 +441,7 @@ def attend_kernel(
         if phase == 0:
             chosen = key >= cut
             gl.store(p_groups + _places(chosen, C, num_warps, KEYS), index, mask=chosen)
-            limit, slack, bound = count * (GROUP // 8), others * 0, count * GROUP
+            limit, slack, bound = count * (GROUP // 8), gl.to_tensor(0), count * GROUP
             barrier()
             candidate = gl.load(p_groups + slot, mask=run < limit, other=0)
             line = candidate * (GROUP // 8) + run % (GROUP // 8)
@@ -449,10 +449,6 @@ def attend_kernel(
     four = (0, 0, 0, 0)
     if FOUR:
         four = _four_pages(chosen, page, start - 1, C, num_warps)
-    else:
-        place = _places(chosen, C, num_warps, KEYS) + 1
-        gl.store(p_pages + (place - start), page, mask=chosen & (place >= start) & (place < end))
-    if FOUR:
         four = (
             _forced(four[0], start, wanted, n_total),
             _forced(four[1], start + 1, wanted, n_total),
@@ -460,6 +456,8 @@ def attend_kernel(
             _forced(four[3], start + 3, wanted, n_total),
         )
     else:
+        place = _places(chosen, C, num_warps, KEYS) + 1
+        gl.store(p_pages + (place - start), page, mask=chosen & (place >= start) & (place < end))
         LINE: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
         for at in range(start, end, 32 * num_warps):
             rest = at + gl.arange(0, 32 * num_warps, LINE)
