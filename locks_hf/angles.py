@@ -21,22 +21,17 @@ def _(x: torch.Tensor) -> None:
     pass
 
 
-def _realize(module: nn.Module, args: tuple, output: object) -> None:
-    """A forward hook: leaves the output as it is."""
-    if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.is_grad_enabled():
-        return
-    if not isinstance(output, tuple):
-        return
-    for angles in output:
-        if isinstance(angles, torch.Tensor) and angles.is_contiguous():  # not one that is expanded
-            torch.ops.locks_hf.realized(angles)
-
-
 class _Hook:
-    """:func:`_realize`; a copy, as in a copied or pickled model, does nothing."""
+    """A forward hook that leaves the output as it is; a copy, as in a copied or pickled model, does nothing."""
 
     def __call__(self, module: nn.Module, args: tuple, output: object) -> None:
-        _realize(module, args, output)
+        if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.is_grad_enabled():
+            return
+        if not isinstance(output, tuple):
+            return
+        for angles in output:
+            if isinstance(angles, torch.Tensor) and angles.is_contiguous():  # not one that is expanded
+                torch.ops.locks_hf.realized(angles)
 
     def __reduce__(self) -> tuple:
         return _NoHook, ()

@@ -229,7 +229,6 @@ class LocksCache(Cache):
                 layer.is_initialized = False
             layer.reset()
         self._drafting = False
-        self._deferral_expected = False
 
     def reset_stats(self) -> None:
         """Set all counters to zero."""

@@ -100,11 +100,12 @@ class _Stamps(StoppingCriteria):
 
     def __init__(self, clock: Clock, another: int):
         self.times: list[float] = []
-        self._clock, self._when, self._tokens = clock, (1, another), 0
+        self.tokens = 0
+        self._clock, self._when = clock, (1, another)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | None, **kwargs) -> torch.Tensor:
-        self._tokens += 1
-        if self._tokens in self._when:
+        self.tokens += 1
+        if self.tokens in self._when:
             self._clock.wait()  # the host may be ahead of the device
             self.times.append(time.perf_counter())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
@@ -152,7 +153,7 @@ def time_generate(bench: Bench, arm: Arm, cell: dict, new: int, skip: int) -> di
             end = time.perf_counter()
     finally:
         settings.eos_token_id = ends
-    if output.shape[1] != context + new:
+    if output.shape[1] != context + new or stamps.tokens < skip:
         raise ValueError(f"generate gave {output.shape[1] - context} tokens instead of {new}")
     first, skipped = stamps.times[0], stamps.times[-1]
     steady = (end - skipped) / (new - skip)

@@ -494,7 +494,7 @@ class RankedPages:
 
 def _group_size(pages: int, slots: int) -> int:
     """Pages of a group: the fewest by which one search does, or by which the larger one of two is smallest."""
-    for group in _GROUPS[:2]:
+    for group in _GROUPS[:2]:  # one search through groups of 32 would be larger than two
         if pages <= group * slots:
             return group
     keys = triton.next_power_of_2(slots)
